@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Frozen base models by one string, loaded once a process."""

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What travels: ``Update``, a weighted sum, and ``Manifest``, how both ends know its names."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedloom.errors import Refusal
+
+Arrays = Mapping[str, NDArray[Any]]
+
+
+def _two_sum(a: NDArray[Any], b: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return ``s = fl(a + b)`` and the rounding error, exactly (Knuth's TwoSum)."""
+    s = a + b
+    t = s - a
+    return s, (a - (s - t)) + (b - t)
+
+
+@dataclass(frozen=True)
+class Update:
+    """A weighted sum of named arrays; the only thing that is aggregated.
+
+    Sums are carried in float64 together with their rounding errors (``residue``), about 106 bits
+    in all, so that updates may be added in any order and any grouping and ``mean`` still rounds
+    to the same float32 arrays.  A product of a float32 entry and a whole weight below 2**29 is
+    exact in float64, so no bit is lost before the sum either.
+
+    >>> a, b = Update.of({"w": np.float32([1.0])}, 1), Update.of({"w": np.float32([4.0])}, 2)
+    >>> (a + b).mean()["w"], (b + a).weight
+    (array([3.]), 3.0)
+    """
+
+    sums: dict[str, NDArray[np.float64]]
+    """Sum over contributions of weight times array."""
+    weight: float
+    """Sum of weights; examples, not batches."""
+    residue: dict[str, NDArray[np.float64]]
+    """What float64 rounded off the sums."""
+
+    @classmethod
+    def of(cls, arrays: Arrays, weight: float) -> Update:
+        """One contribution: ``arrays`` as trained on ``weight`` examples."""
+        sums = {name: np.asarray(array, np.float64) * weight for name, array in arrays.items()}
+        return cls(sums, float(weight), {name: np.zeros_like(s) for name, s in sums.items()})
+
+    def __add__(self, other: Update) -> Update:
+        if odd := self.sums.keys() ^ other.sums.keys():
+            raise ValueError(f"updates of different adapters: only one side has {sorted(odd)}")
+        sums: dict[str, NDArray[np.float64]] = {}
+        residue: dict[str, NDArray[np.float64]] = {}
+        for name, mine in self.sums.items():
+            theirs = other.sums[name]
+            if mine.shape != theirs.shape:  # numpy would broadcast without a word
+                raise ValueError(f"{name}: shapes {mine.shape} and {theirs.shape} differ")
+            high, low = _two_sum(mine, theirs)
+            low = low + (self.residue[name] + other.residue[name])
+            sums[name], residue[name] = _two_sum(high, low)
+        return Update(sums, self.weight + other.weight, residue)
+
+    def mean(self) -> dict[str, NDArray[np.float64]]:
+        """Divide by the weight.
+
+        Raises
+        ------
+        ValueError
+            If the weight is not positive: there is nothing to average.
+        """
+        if not self.weight > 0:
+            raise ValueError(f"mean of an update of weight {self.weight}: expected above 0")
+        return {n: (s + self.residue[n]) / self.weight for n, s in self.sums.items()}
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What an adapter's arrays are called and which frozen model they belong to.
+
+    Both ends compare manifests before any work; an array that is not listed does not travel.
+    """
+
+    method: str
+    version: str
+    """fedloom's version."""
+    base: str
+    """SHA-256 over the frozen weights."""
+    tokenizer: str
+    """SHA-256 over the tokenizer's files."""
+    arrays: dict[str, tuple[tuple[int, ...], str]]
+    """Name -> (shape, dtype) in sorted order."""
+
+    @classmethod
+    def of(
+        cls, arrays: Arrays, *, method: str, version: str, base: str, tokenizer: str
+    ) -> Manifest:
+        """Describe ``arrays``."""
+        listed = {n: (tuple(a.shape), str(a.dtype)) for n, a in sorted(arrays.items())}
+        return cls(method, version, base, tokenizer, listed)
+
+    def to_json(self) -> str:
+        """Write the manifest as one canonical line."""
+        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> Manifest:
+        """Read what ``to_json`` wrote.
+
+        Raises
+        ------
+        Refusal
+            If the text is no manifest.
+        """
+        try:
+            tree = json.loads(text)
+            arrays = {n: (tuple(map(int, s)), str(d)) for n, (s, d) in tree.pop("arrays").items()}
+            return cls(**tree, arrays=arrays)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise Refusal(f"not an adapter manifest: {error}") from error
+
+    def digest(self) -> str:
+        """SHA-256 of ``to_json``: what a message carries instead of the whole manifest."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    def nbytes(self) -> int:
+        """Bytes of the arrays themselves, without any framing."""
+        return sum(
+            int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+            for shape, dtype in self.arrays.values()
+        )
+
+    def check_same(self, other: Manifest) -> None:
+        """Refuse a manifest that differs, naming the first thing that does."""
+        for key in ("method", "version", "base", "tokenizer"):
+            mine, theirs = getattr(self, key), getattr(other, key)
+            if mine != theirs:
+                raise Refusal(
+                    f"manifests differ in {key}: {theirs[:16]} came, {mine[:16]} was expected;"
+                    " use the same model, tokenizer and fedloom version on every node"
+                )
+        self._check_listing(other.arrays)
+
+    def check_arrays(self, arrays: Arrays) -> None:
+        """Refuse arrays with other names, shapes or dtypes, or with a value that is not finite."""
+        self._check_listing({n: (tuple(a.shape), str(a.dtype)) for n, a in arrays.items()})
+        for name, array in arrays.items():
+            if not np.isfinite(array).all():
+                raise Refusal(f"array {name} holds a value that is not finite")
+
+    def _check_listing(self, listing: Mapping[str, tuple[tuple[int, ...], str]]) -> None:
+        if odd := sorted(self.arrays.keys() ^ listing.keys()):
+            side = "expected but did not come" if odd[0] in self.arrays else "not in the manifest"
+            raise Refusal(f"array {odd[0]} ({len(odd)} in all): {side}")
+        for name, came in listing.items():
+            if came != self.arrays[name]:
+                raise Refusal(f"array {name}: {came} came, {self.arrays[name]} was expected")
+
+
+def arrays_digest(arrays: Arrays) -> str:
+    """SHA-256 over names, dtypes, shapes and bytes in sorted order: equal means bit-identical."""
+    whole = hashlib.sha256()
+    for name, array in sorted(arrays.items()):
+        plain = np.ascontiguousarray(array)
+        whole.update(f"{name}|{plain.dtype.str}|{plain.shape}|".encode())
+        whole.update(plain.tobytes())
+    return whole.hexdigest()
