@@ -89,12 +89,9 @@ class LoraConfig:
     dropout: float = 0.0
     targets: str = "q,k,v"
     """Comma-separated projections, or ``all-linear`` (FedNL's 11.3 M baseline)."""
-    last_layers: int = 0
-    """Adapt only so many layers next to the output; 0 adapts all. Gradients stop below them."""
 
     def __post_init__(self) -> None:
         _at_least("lora.rank", self.rank, 1)
-        _at_least("lora.last-layers", self.last_layers, 0)
         known = ("q", "k", "v", "o", "gate", "up", "down")
         for name in [] if self.targets == "all-linear" else self.targets.split(","):
             _one_of("lora.targets", name.strip(), known)
@@ -261,6 +258,8 @@ class RunConfig:
     """Folder that holds run folders; relative to where the run was started."""
     seed: int = 0
     rounds: int = 3
+    last_layers: int = 0
+    """Adapt only so many layers next to the output; 0 adapts all. Gradients stop below them."""
     share: str = "all"
     """What is averaged: ``all`` (LoRA and gates) or ``memory`` (gates; LoRA stays at home)."""
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -278,6 +277,7 @@ class RunConfig:
         _one_of("share", self.share, ("all", "memory"))
         _at_least("rounds", self.rounds, 1)
         _at_least("seed", self.seed, 0)
+        _at_least("last-layers", self.last_layers, 0)
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.name):
             raise Refusal(
                 f'name = "{self.name}": expected letters, digits, ".", "_" and "-", starting with a'

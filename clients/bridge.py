@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Serve a ``NumPyClient`` to today's message-API strategies, under named arrays.
+
+Flower 1.42's strategies speak in messages; its ``NumPyClient`` in lists of arrays.  Any
+``NumPyClient`` can be served; an ``AdapterClient`` also knows its arrays' names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from flwr.app import Context, Message, RecordDict
+from flwr.client import NumPyClient
+from flwr.clientapp import ClientApp
+
+from fedloom import border
+
+ClientFn = Callable[[Context], NumPyClient]
+
+
+class AdapterClient(NumPyClient):
+    """A ``NumPyClient`` whose list of arrays has names.
+
+    Attributes
+    ----------
+    array_names : list of str
+        Names of the arrays that came with a message, in the list's order; after
+        ``get_parameters``, the names of what it returned.
+    """
+
+    def __init__(self) -> None:
+        self.array_names: list[str] = []
+
+
+def serve(app: ClientApp, client_fn: ClientFn, *, action: str = "default") -> None:
+    """Register a client's work on ``app``.
+
+    ``train.<action>`` is ``fit`` and ``evaluate.<action>`` is ``evaluate``; ``query.properties``
+    is ``get_properties`` and ``query.initial_adapter`` is ``get_parameters`` with the properties
+    that belong to it.  An exception becomes an error reply with its traceback.
+
+    Examples
+    --------
+    >>> app = ClientApp()
+    >>> serve(app, lambda context: NumPyClient(), action="mine")
+    """
+
+    @app.train(action)
+    def train(message: Message, context: Context) -> Message:
+        return _answer(message, context, client_fn, _fit)
+
+    @app.evaluate(action)
+    def evaluate(message: Message, context: Context) -> Message:
+        return _answer(message, context, client_fn, _evaluate)
+
+    @app.query("properties")
+    def properties(message: Message, context: Context) -> Message:
+        return _answer(message, context, client_fn, _properties)
+
+    @app.query("initial_adapter")
+    def initial_adapter(message: Message, context: Context) -> Message:
+        return _answer(message, context, client_fn, _initial)
+
+
+def _answer(
+    message: Message,
+    context: Context,
+    client_fn: ClientFn,
+    work: Callable[[NumPyClient, RecordDict], RecordDict],
+) -> Message:
+    try:
+        return Message(work(client_fn(context), message.content), reply_to=message)
+    except Exception as error:  # an error is data here: the strategy names the client and goes on
+        return border.failure(message, error)
+
+
+def _unpack(client: NumPyClient, records: RecordDict) -> tuple[list[str], list[Any]]:
+    arrays = border.arrays_of(records)
+    names = list(arrays)
+    if isinstance(client, AdapterClient):
+        client.array_names = names
+    return names, list(arrays.values())
+
+
+def _fit(client: NumPyClient, records: RecordDict) -> RecordDict:
+    names, arrays = _unpack(client, records)
+    trained, examples, metrics = client.fit(arrays, border.config_of(records))
+    named = dict(zip(names, trained, strict=True))
+    return border.content(named, metrics={border.WEIGHT: examples, **metrics})
+
+
+def _evaluate(client: NumPyClient, records: RecordDict) -> RecordDict:
+    _, arrays = _unpack(client, records)
+    loss, examples, metrics = client.evaluate(arrays, border.config_of(records))
+    told = {border.WEIGHT: examples, "loss": float(loss), **metrics}
+    return border.content(metrics=told)
+
+
+def _properties(client: NumPyClient, records: RecordDict) -> RecordDict:
+    return border.content(config=client.get_properties(border.config_of(records)))
+
+
+def _initial(client: NumPyClient, records: RecordDict) -> RecordDict:
+    arrays = client.get_parameters(border.config_of(records))
+    names = client.array_names if isinstance(client, AdapterClient) else None
+    named = dict(zip(names or map(str, range(len(arrays))), arrays, strict=True))
+    return border.content(named, config=client.get_properties({"adapter": True}))

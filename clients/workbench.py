@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the clients of one process share: the frozen base, one adapter on it, and the data at hand.
+
+A client comes and goes with each message; loading an LLM for each would take minutes.  Here the
+base is loaded once a process and every client that the process serves sets its own arrays on the
+one adapter before it works.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from fedloom import __version__
+from fedloom.adapters.attach import Adapter, attach, is_memory_array
+from fedloom.config import DataConfig, RunConfig
+from fedloom.data.partition import Partition, make_partition
+from fedloom.data.questions import Question, load_questions
+from fedloom.errors import Refusal
+from fedloom.models.base import Base, load_base
+from fedloom.wire import Manifest
+
+
+@dataclass(frozen=True)
+class Workbench:
+    """A base model with the run's adapter on it."""
+
+    base: Base
+    adapter: Adapter
+    manifest: Manifest
+    """Of what travels: all trainable arrays, or the memory's alone."""
+
+    def shared_names(self) -> list[str]:
+        """Names of the arrays that travel, in the order of the wire."""
+        return list(self.manifest.arrays)
+
+
+class _Held:
+    """The workbench of this process; a run of another recipe takes the old adapter off first."""
+
+    def __init__(self) -> None:
+        self._config: RunConfig | None = None
+        self._bench: Workbench | None = None
+
+    def get(self, config: RunConfig) -> Workbench:
+        torch.set_num_threads(config.clients.threads)
+        if self._bench is None or self._config != config:
+            if self._bench is not None:
+                self._bench.adapter.detach()
+                self._bench = None
+            self._bench, self._config = _build(config), config
+        return self._bench
+
+
+def _build(config: RunConfig) -> Workbench:
+    base = load_base(config.model.source, config.model.dtype, device(config))
+    adapter = attach(base.model, config)
+    arrays = adapter.arrays()
+    if config.share == "memory":
+        arrays = {name: array for name, array in arrays.items() if is_memory_array(name)}
+    manifest = Manifest.of(
+        arrays,
+        method=config.method,
+        version=__version__,
+        base=base.base_hash,
+        tokenizer=base.tokenizer_hash,
+    )
+    return Workbench(base, adapter, manifest)
+
+
+workbench = _Held().get
+"""``workbench(config)``: this process's workbench for a recipe, built on first use."""
+
+
+def device(config: RunConfig) -> str:
+    """Name the device to compute on: ``auto`` is the first GPU that this process may see."""
+    if config.model.device != "auto":
+        return config.model.device
+    return "cuda:0" if torch.cuda.is_available() else "cpu"
+
+
+def visible_gpus() -> str:
+    """Return what Ray or the user lets this process see, as ``CUDA_VISIBLE_DEVICES`` says it."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "")
+
+
+@functools.lru_cache(maxsize=4)
+def holdings(data: DataConfig, seed: int) -> tuple[list[Question], Partition]:
+    """Load the questions and divide them; hold the result against ``data.manifest`` if given.
+
+    Raises
+    ------
+    Refusal
+        If the data cannot be read, a client has too few rows, or the manifest says otherwise.
+    """
+    questions = load_questions(data.source)
+    made = make_partition(
+        questions,
+        source=data.source,
+        seed=seed,
+        max_train=data.max_train,
+        max_test=data.max_test,
+        test_share=data.test_share,
+        min_train=data.min_train,
+        min_test=data.min_test,
+    )
+    if data.manifest:
+        expected_partition(data.manifest).check_same(made)
+    return questions, made
+
+
+def expected_partition(manifest: str) -> Partition:
+    """Read the partition manifest that every node must agree with.
+
+    Raises
+    ------
+    Refusal
+        If there is no such file or it is no partition.
+    """
+    try:
+        return Partition.from_json(Path(manifest).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise Refusal(
+            f"data.manifest {manifest}: {error.strerror}; expected a file that"
+            " `fedloom partition RECIPE --write FILE` made"
+        ) from error

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The folder that a run leaves: it explains itself without the program that made it."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
+from safetensors.numpy import save
+
+from fedloom import __version__
+from fedloom.config import RunConfig
+from fedloom.wire import Manifest, arrays_digest
+
+_VERSIONS = ("flwr", "ray", "torch", "transformers", "peft", "numpy", "safetensors")
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """``config.toml``, ``environment.json``, ``partition.json``, ``manifest.json``, ``adapter/``.
+
+    The journal writes its JSON lines beside them, the report is made of all.
+    """
+
+    path: Path
+
+    @classmethod
+    def of(cls, config: RunConfig) -> RunFolder:
+        """Return the folder that a recipe names, made if it is not there."""
+        path = Path(config.output).expanduser().resolve() / config.name
+        path.mkdir(parents=True, exist_ok=True)
+        return cls(path)
+
+    def begin(self, config: RunConfig) -> None:
+        """Write what is known before anything runs."""
+        if not (self.path / "config.toml").exists():
+            self._write("config.toml", recipe_text(config))
+        self._write("environment.json", json.dumps(_environment(config), indent=1))
+
+    def keep_partition(self, text: str) -> None:
+        """Write who holds which rows."""
+        self._write("partition.json", text)
+
+    def keep_manifest(self, manifest: Manifest) -> None:
+        """Write the adapter's names, shapes, dtypes and the hashes of its base."""
+        self._write("manifest.json", manifest.to_json())
+
+    def keep_adapter(self, arrays: dict[str, NDArray[Any]], manifest: Manifest, peft: str) -> str:
+        """Write the adapter so that plain peft loads its LoRA; return the digest of all arrays.
+
+        peft's loader ignores the memory's arrays, which lie in a file of their own.
+        """
+        digest = arrays_digest(arrays)
+        about = {"manifest": manifest.digest(), "base": manifest.base, "fedloom": __version__}
+        lora = {name: array for name, array in arrays.items() if ".lora_" in name}
+        memory = {name: array for name, array in arrays.items() if name not in lora}
+        folder = self.path / "adapter"
+        folder.mkdir(exist_ok=True)
+        for file, part in (("adapter_model", lora), ("memory", memory)):
+            if part:
+                data = save(part, metadata={**about, "format": "pt", "digest": digest})
+                _replace(folder / f"{file}.safetensors", data)
+        _replace(folder / "adapter_config.json", peft.encode())
+        _replace(folder / "digest.txt", f"{digest}\n".encode())
+        return digest
+
+    def _write(self, name: str, text: str) -> None:
+        _replace(self.path / name, text.encode())
+
+
+def recipe_text(config: RunConfig) -> str:
+    """Write a recipe with every key, as TOML that ``RunConfig.from_toml`` reads back equal."""
+    lines, tables = [], []
+    for key, value in config.flat().items():
+        table, _, name = key.rpartition(".")
+        if table and table not in tables:
+            tables.append(table)
+            lines.append(f"\n[{table}]")
+        lines.append(f"{name} = {json.dumps(value)}")
+    return "\n".join(lines) + "\n"
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Write whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_bytes(data)
+    temporary.replace(path)
+
+
+def _environment(config: RunConfig) -> dict[str, Any]:
+    installed = {name: _version(name) for name in _VERSIONS}
+    return {
+        "fedloom": __version__,
+        "python": sys.version.split()[0],
+        "versions": {name: version for name, version in installed.items() if version},
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+        "cpu": _cpu_model(),
+        "threads": config.clients.threads,
+        "started": datetime.now(UTC).isoformat(),
+        "recipe": config.digest(),
+    }
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((x.split(":", 1)[1].strip() for x in lines if x.startswith("model name")), "")

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ServerApp: roll call, one node's initial adapter, the method's rounds, the run's folder.
+
+The server needs neither torch nor the language model: what it must know of the adapter comes from
+one node, which makes the same bytes as any other node would with this seed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fedloom.simulations.folder import RunFolder
+from fedloom.strategies.adapter_strategy import AdapterStrategy
+from fedloom.strategies.fednl import FedNL
+from fedloom.strategies.journal import Journal
+from fedloom.strategies.roster import ReplyStream, Roster, roll_call, wait_for_nodes
+from flwr.app import Context, Message
+from flwr.serverapp import Grid, ServerApp
+from numpy.typing import NDArray
+
+from fedloom import __version__, border
+from fedloom.config import RunConfig
+from fedloom.errors import Refusal
+from fedloom.wire import Manifest
+
+STRATEGIES: dict[str, type[AdapterStrategy]] = {"fednl": FedNL}
+
+app = ServerApp()  # a plain assignment: Flower looks for it by syntax
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    """Run a recipe; whatever happens, the folder's events say how it ended."""
+    config = RunConfig.from_flower(context.run_config)  # type: ignore[arg-type]
+    folder = RunFolder.of(config)
+    journal = Journal(folder.path)
+    try:
+        run(ReplyStream(grid, config.sampling.reply_seconds), config, folder, journal)
+    except Refusal as refusal:
+        journal.event("refused", reason=str(refusal))
+        raise
+    except Exception as error:
+        journal.event("end", status="failed", reason=f"{type(error).__name__}: {error}")
+        raise
+    journal.event("end", status="completed", reason="")
+
+
+def run(grid: ReplyStream, config: RunConfig, folder: RunFolder, journal: Journal) -> None:
+    """Carry out all rounds on whatever grid this is."""
+    folder.begin(config)
+    journal.event(
+        "start",
+        method=config.method,
+        rounds=config.rounds,
+        clients=config.clients.count,
+        seed=config.seed,
+        folder=str(folder.path),
+    )
+    roster = _roster(grid, config, journal)
+    folder.keep_partition(roster.properties[roster.partitions[0]]["partition-json"])
+    _announce(roster, journal)
+    arrays, manifest, peft = _initial_adapter(grid, roster, journal)
+    folder.keep_manifest(manifest)
+    strategy = STRATEGIES[config.method](config, manifest, roster, journal)
+    result = strategy.run(grid, arrays)
+    folder.keep_adapter(border.unpack_arrays(result.arrays), manifest, peft)
+
+
+def _roster(grid: ReplyStream, config: RunConfig, journal: Journal) -> Roster:
+    sampling = config.sampling
+    nodes = wait_for_nodes(grid, config.clients.count, sampling.wait_seconds, sampling.min_nodes)
+
+    def ask(node: int) -> Message:
+        records = border.content(config={"partition": True})
+        return Message(records, node, "query.properties")
+
+    roster, errors = roll_call(grid, nodes, ask)
+    for reply in errors:
+        reason, trace, _ = border.failure_reason(reply)
+        where = {"round": 0, "phase": "properties", "partition": -1}
+        journal.event("client-failed", **where, reason=reason, traceback=trace)
+    if len(roster.nodes) < sampling.min_nodes:
+        raise RuntimeError(f"{len(roster.nodes)} of {len(nodes)} nodes answered the roll call")
+    _check_agreement(config, roster)
+    return roster
+
+
+def _check_agreement(config: RunConfig, roster: Roster) -> None:
+    """Refuse nodes that mean another run, model, data or version than the others."""
+    first = roster.properties[roster.partitions[0]]
+    expected = {
+        "version": __version__,
+        "recipe": config.digest(),
+        **{key: first[key] for key in ("base", "tokenizer", "data")},
+    }
+    for partition in roster.partitions:
+        for key, wanted in expected.items():
+            came = roster.properties[partition][key]
+            if came != wanted:
+                raise Refusal(
+                    f"partition {partition} ({roster.name(partition)}) differs in {key}:"
+                    f" {came[:16]} came, {wanted[:16]} was expected; use the same model, data,"
+                    " recipe and fedloom version on every node"
+                )
+
+
+def _announce(roster: Roster, journal: Journal) -> None:
+    shown = ("partition", "name", "train", "test", "device", "visible-gpus", "pid")
+    nodes = [{key: roster.properties[p][key] for key in shown} for p in roster.partitions]
+    journal.event("nodes", nodes=nodes)
+
+
+def _initial_adapter(
+    grid: ReplyStream, roster: Roster, journal: Journal
+) -> tuple[dict[str, NDArray[Any]], Manifest, str]:
+    """Take the start from the first node; any other would send the same bytes."""
+    partition = roster.partitions[0]
+    request = Message(border.content(), roster.nodes[partition], "query.initial_adapter")
+    where = {"server_round": 0, "phase": "initial-adapter", "partition": partition}
+    journal.weigh(request.content, direction="down", **where)
+    for reply in grid.send_and_receive([request]):
+        if reply.has_error():
+            reason, trace, refused = border.failure_reason(reply)
+            if refused:
+                raise Refusal(reason)
+            told = {"round": 0, "phase": "initial-adapter", "partition": partition}
+            journal.event("client-failed", **told, reason=reason, traceback=trace)
+            raise RuntimeError(f"partition {partition} could not make the adapter: {reason}")
+        journal.weigh(reply.content, direction="up", **where)
+        said, arrays = border.config_of(reply.content), border.arrays_of(reply.content)
+        manifest = Manifest.from_json(said["manifest"])
+        manifest.check_arrays(arrays)
+        return arrays, manifest, said["peft"]
+    raise RuntimeError(f"partition {partition} did not send an adapter in time")

@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``attach(model, config) -> Adapter``: hang it, take it off, list its trainable arrays.
+
+Nothing of the LLM is replaced.  LoRA is peft's; the memory is a submodule of each attention layer
+and a set of PyTorch hooks: projections are tapped for raw queries, keys and values, and the
+layer's output is mixed with what the memory read, through the layer's own output projection.  Any
+Hugging Face attention with ``q_proj``, ``k_proj``, ``v_proj`` and ``o_proj`` can carry it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+import peft
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers import Cache, PreTrainedModel
+
+from fedloom.adapters.lora import checkpoint_name, hang_lora, peft_config
+from fedloom.adapters.memory import (
+    DeltaMemory,
+    MemoryCache,
+    MemoryGate,
+    match_rms,
+    unit_rms,
+)
+from fedloom.adapters.sequences import Layout, layout
+from fedloom.config import RunConfig
+from fedloom.errors import Refusal
+
+
+@dataclass
+class _Pass:
+    """What the layers of one forward pass share."""
+
+    listening: bool = True
+    """False while the adapter is off."""
+    truncate_chunks: int = 0
+    layout: Layout | None = None
+    windows: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+
+
+class GraftedMemory(nn.Module):
+    """The memory and gate of one attention layer, and the hooks that tie them in."""
+
+    def __init__(self, attention: nn.Module, config: RunConfig, shared: _Pass) -> None:
+        super().__init__()
+        model_config = cast(Any, attention.config)
+        dim = cast(int, attention.head_dim)
+        heads = model_config.num_key_value_heads
+        groups = model_config.num_attention_heads // heads
+        self.delta = DeltaMemory(config.memory, heads=heads, groups=groups, dim=dim)
+        self.gate = MemoryGate(config.memory, width=model_config.hidden_size)
+        self._match_rms, self._window = config.memory.match_rms, config.memory.window
+        self._index, self._shared = cast(int, attention.layer_idx), shared
+        self._taps: dict[str, Tensor] = {}
+        self._call: dict[str, Any] = {}
+
+    def hook(self, attention: nn.Module) -> list[RemovableHandle]:
+        """Tie in; the handles undo it."""
+        handles = [
+            attention.register_forward_pre_hook(self._before, with_kwargs=True),
+            attention.register_forward_hook(self._after),
+        ]
+        for name in ("q", "k", "v"):
+            projection = attention.get_submodule(f"{name}_proj")
+            handles.append(projection.register_forward_hook(self._tap(name)))
+        return handles
+
+    def _tap(self, name: str) -> Any:
+        def keep(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
+            self._taps[name] = output
+
+        return keep
+
+    def _before(self, _module: nn.Module, inputs: Any, kwargs: dict[str, Any]) -> Any:
+        """Note what the layer was given and narrow its attention to the window."""
+        if not self._shared.listening:
+            return None
+        cache = kwargs.get("cache", kwargs.get("past_key_values"))
+        x = kwargs["hidden_states"] if "hidden_states" in kwargs else inputs[0]
+        past = cache.get_seq_length(self._index) if cache is not None else 0
+        self._call = {"x": x, "cache": cache, "past": past}
+        if self._window:
+            mask = self._windowed(kwargs.get("attention_mask"), x, past)
+            kwargs = {**kwargs, "attention_mask": mask}
+        return inputs, kwargs
+
+    def _windowed(self, mask: Tensor | None, x: Tensor, past: int) -> Tensor:
+        queries = x.shape[1]
+        keys = mask.shape[-1] if mask is not None else past + queries
+        seen = self._shared.windows.get((queries, keys))
+        if seen is None:
+            at = torch.arange(past, past + queries, device=x.device)[:, None]
+            back = at - torch.arange(keys, device=x.device)[None, :]
+            seen = ((back >= 0) & (back < self._window))[None, None]
+            self._shared.windows[queries, keys] = seen
+        if mask is None:
+            return seen
+        if mask.dtype == torch.bool:
+            return mask & seen
+        return mask.masked_fill(~seen, torch.finfo(mask.dtype).min)
+
+    def _after(self, attention: nn.Module, _inputs: Any, output: Any) -> Any:
+        """Mix the softmax branch with what the memory read."""
+        if not self._shared.listening:
+            return None
+        base, *rest = output
+        call, self._call = self._call, {}
+        q, k, v = (self._taps.pop(name) for name in ("q", "k", "v"))
+        if self.gate.kind == "shut":
+            return None
+        read = self._read(q, k, v, call["cache"], call["past"])
+        o_proj = attention.get_submodule("o_proj")
+        memory = o_proj(unit_rms(read).to(base.dtype))
+        wide = torch.promote_types(base.dtype, torch.float32)
+        memory, softmax = memory.to(wide), base.to(wide)
+        if self._match_rms:
+            memory = match_rms(memory, softmax)
+        # At alpha = 0, lerp adds 0 * (memory - softmax): the LLM's own output to the bit.
+        mixed = torch.lerp(softmax, memory, self.gate(call["x"]).to(wide))
+        return (mixed.to(base.dtype), *rest)
+
+    def _read(self, q: Tensor, k: Tensor, v: Tensor, cache: Cache | None, past: int) -> Tensor:
+        state = cache.memory.get(self._index) if isinstance(cache, MemoryCache) else None
+        if past and state is None:
+            raise ValueError(
+                f"layer {self._index} continues a sequence ({past} tokens) without its memory:"
+                " pass cache=MemoryCache(model.config) from the first token on"
+            )
+        rows, cut = self._shared.layout, self._shared.truncate_chunks
+        if rows is None:
+            read, state = self.delta(q, k, v, state, truncate_chunks=cut)
+        else:
+            if state is not None and len(state.S_BHDD) != len(rows.take_NL):
+                raise ValueError("rows packed with several documents cannot be continued")
+            q, k, v = (rows.gather(each) for each in (q, k, v))
+            read, state = self.delta(q, k, v, state, rows.real_NL, cut)
+            read = rows.scatter(read)
+        if isinstance(cache, MemoryCache):
+            cache.memory[self._index] = state
+        return read
+
+
+class Adapter:
+    """LoRA and memory on one frozen model: what is trained, what travels, and how to take it off.
+
+    Attributes
+    ----------
+    model : peft.PeftModel
+        The model to call; its frozen weights are the caller's, untouched.
+    """
+
+    def __init__(self, base: PreTrainedModel, config: RunConfig, seed: int) -> None:
+        self.config = config
+        layers = _layers(base, config.last_layers)
+        self.peft_config = peft_config(config.lora, layers)
+        self.model: peft.PeftModel = hang_lora(base, config.lora, layers=layers, seed=seed)
+        self._pass = _Pass(truncate_chunks=config.train.truncate_chunks)
+        self._handles: list[RemovableHandle] = []
+        self._attentions: list[nn.Module] = []
+        if config.memory.enabled:
+            self._graft(base, layers)
+        if config.train.checkpoint_layers:
+            base.gradient_checkpointing_enable({"use_reentrant": False})
+        self._start = {name: x.detach().clone() for name, x in self._trainable().items()}
+
+    def _graft(self, base: PreTrainedModel, layers: list[int]) -> None:
+        decoder = base.get_decoder()
+        hook = decoder.register_forward_pre_hook(self._before_pass, with_kwargs=True)
+        self._handles.append(hook)
+        for index in layers:
+            attention = decoder.layers[index].self_attn
+            graft = GraftedMemory(attention, self.config, self._pass)
+            weight = next(attention.parameters())
+            graft.to(device=weight.device)
+            if weight.dtype == torch.float64:
+                graft.to(dtype=torch.float64)
+            attention.add_module("memory", graft)
+            self._handles += graft.hook(attention)
+            self._attentions.append(attention)
+
+    def _before_pass(self, _module: nn.Module, inputs: Any, kwargs: dict[str, Any]) -> None:
+        """Find padding and packed documents once, for all layers."""
+        ids = kwargs.get("input_ids", inputs[0] if inputs else None)
+        ids = kwargs.get("inputs_embeds") if ids is None else ids
+        mask = kwargs.get("attention_mask")
+        if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
+            raise ValueError("the memory needs the two-dimensional attention mask [B, T]")
+        used = None if mask is None else mask[:, -cast(Tensor, ids).shape[1] :]
+        self._pass.layout = layout(used, kwargs.get("position_ids"))
+        self._pass.windows.clear()
+
+    def _trainable(self) -> dict[str, nn.Parameter]:
+        named = self.model.named_parameters()
+        return {checkpoint_name(n): p for n, p in named if p.requires_grad}
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Trainable parameters by the name they have on the wire and in a peft checkpoint."""
+        return dict(sorted(self._trainable().items()))
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """Copy the trainable parameters out, in sorted order."""
+        return {n: p.detach().cpu().numpy().copy() for n, p in self.parameters().items()}
+
+    def load(self, arrays: dict[str, NDArray[Any]]) -> None:
+        """Set trainable parameters; those that are not named keep their value.
+
+        Raises
+        ------
+        Refusal
+            For a name that is not trainable here, or a shape that differs.
+        """
+        own = self.parameters()
+        with torch.no_grad():
+            for name, array in arrays.items():
+                if name not in own:
+                    raise Refusal(f"array {name} is no trainable parameter of this adapter")
+                if own[name].shape != array.shape:
+                    raise Refusal(
+                        f"array {name}: shape {array.shape} came, {tuple(own[name].shape)} expected"
+                    )
+                own[name].copy_(torch.from_numpy(np.ascontiguousarray(array)))
+
+    def reset(self) -> None:
+        """Go back to the start: LoRA's B = 0, gates at their first value."""
+        with torch.no_grad():
+            for name, parameter in self._trainable().items():
+                parameter.copy_(self._start[name])
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """The untouched LLM, for as long as the block lasts."""
+        self._pass.listening = False
+        try:
+            with self.model.disable_adapter():
+                yield
+        finally:
+            self._pass.listening = True
+
+    def gates(self) -> list[Tensor]:
+        """Return alpha of each layer that carries a memory."""
+        return [_graft_of(attention).gate.values() for attention in self._attentions]
+
+    def detach(self) -> PreTrainedModel:
+        """Take everything off and return the model as it was."""
+        for handle in self._handles:
+            handle.remove()
+        for attention in self._attentions:
+            del attention.memory
+        return cast(PreTrainedModel, self.model.unload())
+
+
+def _graft_of(attention: nn.Module) -> GraftedMemory:
+    return cast(GraftedMemory, attention.get_submodule("memory"))
+
+
+def _layers(base: PreTrainedModel, last: int) -> list[int]:
+    count = int(base.config.get_text_config().num_hidden_layers)
+    if last > count:
+        raise Refusal(f"last-layers = {last}: the model has {count} layers")
+    return list(range(count - (last or count), count))
+
+
+def is_memory_array(name: str) -> bool:
+    """Whether an array belongs to the memory (gates, taps) rather than to LoRA."""
+    return ".memory." in name
+
+
+def attach(model: PreTrainedModel, config: RunConfig) -> Adapter:
+    """Hang LoRA and memory on a frozen model; same seed, same start on any machine.
+
+    >>> from fedloom.models.base import load_base
+    >>> model = load_base("tiny:llama").model
+    >>> adapter = attach(model, RunConfig())
+    >>> sum("lora_A" in name for name in adapter.arrays())
+    6
+    >>> adapter.detach() is model
+    True
+    """
+    return Adapter(model, config, config.seed)

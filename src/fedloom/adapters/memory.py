@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A delta-rule memory beside attention, and the gate that says how much of it is heard.
+
+FedNL (arXiv 2605.16350, section 2.2, eqs. 9 and 14, appendix B): the memory state ``S`` starts at
+zero for every sequence, is rewritten by each token and read by each query; a gate ``alpha`` mixes
+what was read with softmax attention, ``y = (1 - alpha) o_softmax + alpha o_memory``.  Queries, keys
+and values are those of the attention layer, before any rotary embedding; LoRA on their projections
+is how the memory learns what to write.  ``S`` is a function of (parameters, context) and stays
+where the context is.
+"""
+
+# Shapes: B sequence, T token, H KV head, G query heads a KV head, D head dim, W model width.
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedConfig
+
+from fedloom.config import MemoryConfig
+from fedloom.ops.delta_rule import delta_rule
+
+_EPS = 1e-6
+_POOLED = 3  # raw keys that the step size looks at
+
+
+@dataclass(frozen=True)
+class MemoryState:
+    """All that a layer keeps of a context, whatever its length."""
+
+    S_BHDD: Tensor
+    tail_BTHD: Tensor
+    """The last two raw keys, which the next token's step size pools."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the state."""
+        return sum(x.numel() * x.element_size() for x in (self.S_BHDD, self.tail_BTHD))
+
+
+class MemoryCache(DynamicCache):
+    """Hugging Face's cache with a memory state for each layer, for decoding token by token."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__(config=config)
+        self.memory: dict[int, MemoryState] = {}
+
+
+class DeltaMemory(nn.Module):
+    """Write each token's (key, value), read with its queries.
+
+    Parameters
+    ----------
+    heads, groups, dim : int
+        KV heads, query heads for each of them, and head dimension.  One state a KV head serves
+        all its query heads: with keys, values and steps shared, their states would be equal.
+    """
+
+    def __init__(self, config: MemoryConfig, *, heads: int, groups: int, dim: int) -> None:
+        super().__init__()
+        self.config, self.heads, self.groups, self.dim = config, heads, groups, dim
+        train = config.beta_trainable and config.beta == "token"
+        taps = torch.full((heads, dim, _POOLED), 1 / _POOLED)
+        self.taps = nn.Parameter(taps, requires_grad=train)
+        self.bias = nn.Parameter(torch.zeros(heads, dim), requires_grad=train)
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        state: MemoryState | None = None,
+        real: Tensor | None = None,
+        truncate_chunks: int = 0,
+    ) -> tuple[Tensor, MemoryState]:
+        """Run the memory over a stretch of tokens.
+
+        Parameters
+        ----------
+        q, k, v : Tensor
+            Raw projections, [B, T, H * G * D], [B, T, H * D], [B, T, H * D].
+        state : MemoryState, optional
+            Where an earlier stretch of the same sequences ended; ``None`` is a fresh start.
+        real : Tensor, optional
+            [B, T], False beyond a sequence's end: such places write nothing.
+
+        Returns
+        -------
+        Tensor
+            What was read, [B, T, H * G * D], in float32 at least.
+        MemoryState
+            The state after the last real token.
+        """
+        compute = torch.promote_types(q.dtype, torch.float32)
+        q_BTHGD = q.to(compute).unflatten(-1, (self.heads, self.groups, self.dim))
+        k_BTHD = k.to(compute).unflatten(-1, (self.heads, self.dim))
+        v_BTHD = v.to(compute).unflatten(-1, (self.heads, self.dim))
+        window = self._with_tail(k_BTHD, state)
+        beta = self._step_size(window)
+        if real is not None:
+            beta = beta * real[..., None]
+        if self.config.scale_values:
+            v_BTHD = v_BTHD * self.dim**-0.5
+        out, S = delta_rule(
+            self._features(q_BTHGD),
+            self._features(k_BTHD),
+            v_BTHD,
+            beta,
+            None if state is None else state.S_BHDD,
+            rule=self.config.rule,
+            read_before_write=self.config.read_before_write,
+            chunk=self.config.chunk,
+            truncate_chunks=truncate_chunks,
+        )
+        return out.flatten(2), MemoryState(S, _last_keys(window, real))
+
+    def _features(self, x: Tensor) -> Tensor:
+        if self.config.feature_map == "silu-l2":
+            x = F.silu(x)
+        return F.normalize(x, dim=-1, eps=_EPS)
+
+    def _with_tail(self, k_BTHD: Tensor, state: MemoryState | None) -> Tensor:
+        """Put the two keys before this stretch in front; a sequence's first key stands in."""
+        tail = k_BTHD[:, :1].expand(-1, _POOLED - 1, -1, -1) if state is None else state.tail_BTHD
+        return torch.cat((tail, k_BTHD), dim=1)
+
+    def _step_size(self, window: Tensor) -> Tensor:
+        """Step ``beta`` [B, T, H]: sigmoid of the causal three-token pool of raw keys (TPTT).
+
+        TPTT has one step a channel; a scalar a head, the channels' mean, keeps each transition a
+        Householder-type factor as eq. (12) needs.
+        """
+        T = window.shape[1] - (_POOLED - 1)
+        if self.config.beta == "fixed":
+            beta = window.new_full((window.shape[0], T, self.heads), 0.5)
+        else:
+            each = torch.einsum("bthd,hdj->jbth", window, self.taps.to(window)) / self.dim
+            pooled = sum(each[j, :, j : j + T] for j in range(_POOLED))
+            beta = torch.sigmoid(pooled + self.bias.to(window).mean(-1))
+        return 2 * beta if self.config.negative_eigenvalues else beta
+
+
+def _last_keys(window: Tensor, real: Tensor | None) -> Tensor:
+    """Return the two raw keys that end each sequence, [B, 2, H, D]."""
+    if real is None:
+        return window[:, -(_POOLED - 1) :]
+    first = real.sum(1)[:, None] + torch.arange(_POOLED - 1, device=window.device)
+    return window[torch.arange(len(window), device=window.device)[:, None], first]
+
+
+class MemoryGate(nn.Module):
+    """How much of the memory is heard: ``alpha`` in [0, 1].
+
+    Section 2.2's "learnable scalar or vector" is a logit of width 1 or W; ``dynamic`` is a linear
+    map of the layer's input to one number a token, clipped to [0.1, 0.9] as in TPTT.
+    """
+
+    def __init__(self, config: MemoryConfig, *, width: int) -> None:
+        super().__init__()
+        self.kind = config.gate
+        if self.kind in ("vector", "scalar"):
+            size = width if self.kind == "vector" else 1
+            self.logit = nn.Parameter(torch.full((size,), config.gate_init))
+        elif self.kind == "dynamic":
+            self.weight = nn.Parameter(torch.zeros(width))
+            self.logit = nn.Parameter(torch.full((1,), config.gate_init))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return alpha for layer input ``x`` [B, T, W]; broadcasts against [B, T, W]."""
+        if self.kind == "shut":
+            return x.new_zeros(1)
+        if self.kind == "open":
+            return x.new_ones(1)
+        if self.kind == "dynamic":
+            score = x.to(self.weight.dtype) @ self.weight + self.logit
+            return torch.sigmoid(score).clamp(0.1, 0.9)[..., None]
+        return torch.sigmoid(self.logit)
+
+    def values(self) -> Tensor:
+        """Return the gate as far as it does not depend on the input, for reports."""
+        if self.kind in ("shut", "open"):
+            return torch.tensor([float(self.kind == "open")])
+        return torch.sigmoid(self.logit.detach()).float().cpu()
+
+
+def unit_rms(x: Tensor) -> Tensor:
+    """RMS-normalise the last dimension, without an affine part."""
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + _EPS)
+
+
+def match_rms(x: Tensor, like: Tensor) -> Tensor:
+    """Rescale ``x`` to the root mean square that ``like`` has over its last dimension."""
+    return unit_rms(x) * (like.pow(2).mean(-1, keepdim=True) + _EPS**2).sqrt()

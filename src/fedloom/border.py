@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The only file under ``src`` that imports Flower: records to and from our own types.
+
+Everything that crosses the network is made here and read here, so what may leave a node can be
+seen on one page: named arrays of the manifest, a flat config, and numbers.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
+from flwr.common.constant import ErrorCode
+from flwr.common.serde import recorddict_to_proto
+from numpy.typing import NDArray
+
+from fedloom.config import Scalar
+from fedloom.errors import Refusal
+from fedloom.wire import Arrays, Manifest, Update
+
+ARRAYS, CONFIG, METRICS = "arrays", "config", "metrics"
+WEIGHT = "num-examples"
+FRAMING = "framing"
+"""Ledger entry for all bytes that are not array values: names, headers, config, metrics."""
+
+_REFUSED = "Refusal: "
+
+
+def pack_arrays(arrays: Arrays) -> ArrayRecord:
+    """Put named numpy arrays into a record, in the order given."""
+    return ArrayRecord({n: Array(np.ascontiguousarray(a)) for n, a in arrays.items()})
+
+
+def unpack_arrays(record: ArrayRecord) -> dict[str, NDArray[Any]]:
+    """Take named numpy arrays out of a record; the copies are the caller's."""
+    return {name: array.numpy() for name, array in record.items()}
+
+
+def content(
+    arrays: Arrays | None = None,
+    config: Mapping[str, Scalar] | None = None,
+    metrics: Mapping[str, int | float] | None = None,
+) -> RecordDict:
+    """Build a message's content.
+
+    Raises
+    ------
+    TypeError
+        If a metric is no plain number: metrics are numbers and nothing else leaves as one.
+    """
+    records = RecordDict()
+    if arrays is not None:
+        records[ARRAYS] = pack_arrays(arrays)
+    if config is not None:
+        records[CONFIG] = ConfigRecord(dict(config))
+    if metrics is not None:
+        odd = {k: type(v).__name__ for k, v in metrics.items() if type(v) not in (int, float)}
+        if odd:
+            raise TypeError(f"metrics must be int or float, got {odd}")
+        records[METRICS] = MetricRecord(dict(metrics))
+    return records
+
+
+def arrays_of(records: RecordDict) -> dict[str, NDArray[Any]]:
+    """Return the named arrays of a message; exactly one array record is expected."""
+    found = list(records.array_records.values())
+    if len(found) != 1:
+        raise Refusal(f"{len(found)} array records came, expected one")
+    return unpack_arrays(found[0])
+
+
+def config_of(records: RecordDict) -> dict[str, Any]:
+    """Return the flat config of a message, empty if it carries none."""
+    return dict(next(iter(records.config_records.values()), {}))
+
+
+def metrics_of(records: RecordDict) -> dict[str, Any]:
+    """Return the metrics of a message; exactly one metric record is expected."""
+    found = list(records.metric_records.values())
+    if len(found) != 1:
+        raise Refusal(f"{len(found)} metric records came, expected one")
+    return dict(found[0])
+
+
+def update_of(records: RecordDict, manifest: Manifest) -> Update:
+    """Read a training reply as an update, after the manifest has been held against it.
+
+    Raises
+    ------
+    Refusal
+        If names, shapes or dtypes differ, a value is not finite, or the weight is not positive.
+    """
+    arrays = arrays_of(records)
+    manifest.check_arrays(arrays)
+    weight = metrics_of(records).get(WEIGHT, 0)
+    if not 0 < weight < float("inf"):
+        raise Refusal(f"{WEIGHT} = {weight}: expected a positive number of examples")
+    return Update.of(arrays, weight)
+
+
+def wire_bytes(records: RecordDict) -> dict[str, int]:
+    """Count the bytes of a message's content as it is serialised, by dtype of the array values.
+
+    The entries add up to the serialised size: what is not an array value is ``framing``.
+    """
+    counts: Counter[str] = Counter()
+    for record in records.array_records.values():
+        for array in record.values():
+            counts[array.dtype] += _value_bytes(array)
+    # count_bytes() of flwr 1.42 raises on empty lists, and is not what protobuf writes.
+    counts[FRAMING] = recorddict_to_proto(records).ByteSize() - sum(counts.values())
+    return dict(counts)
+
+
+def _value_bytes(array: Array) -> int:
+    return int(np.prod(array.shape, dtype=np.int64)) * np.dtype(array.dtype).itemsize
+
+
+def failure(message: Message, error: Exception) -> Message:
+    """Answer a message with what went wrong: a refusal's sentence, else a traceback."""
+    if isinstance(error, Refusal):
+        reason = _REFUSED + str(error)
+    else:
+        reason = "".join(traceback.format_exception(error)).rstrip()
+    return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
+
+
+def failure_reason(message: Message) -> tuple[str, str, bool]:
+    """Read an error reply: one line, the traceback (may be empty), and whether it is a refusal."""
+    text = (message.error.reason or f"error code {message.error.code}").strip()
+    if text.startswith(_REFUSED):
+        return text.removeprefix(_REFUSED), "", True
+    lines = text.splitlines()
+    return lines[-1], text if len(lines) > 1 else "", False

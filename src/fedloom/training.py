@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one local training loop: examples in, trained arrays and metrics out.
+
+It is Algorithm 1's inner part (arXiv 2605.16350): for each batch the memory starts at zero, runs
+inside the forward pass, and one optimiser step follows back-propagation through its whole path.
+No Flower, no globals; the optimiser is born and dies here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fedloom import seeds
+from fedloom.adapters.attach import Adapter, is_memory_array
+from fedloom.config import TrainConfig
+
+Example = TypeVar("Example")
+_POOL = 8  # batches that are sorted by length together, to pad little and still shuffle well
+
+
+@dataclass(frozen=True)
+class TrainingReport:
+    """What one client's round did."""
+
+    examples: int
+    """Examples that the client holds: its weight in the mean."""
+    steps: int
+    tokens: int
+    loss: float
+    """Mean over the examples seen, each scored before the step that learnt from it; nats."""
+    loss_first: float
+    loss_last: float
+    seconds: float
+
+
+def train_locally(
+    adapter: Adapter,
+    examples: Sequence[Example],
+    loss: Callable[[list[Example]], tuple[Tensor, int]],
+    length: Callable[[Example], int],
+    config: TrainConfig,
+    *,
+    seed: int,
+) -> TrainingReport:
+    """Train ``adapter`` in place on ``examples``.
+
+    Parameters
+    ----------
+    loss : callable
+        Batch -> (mean loss over the batch, tokens in it).
+    length : callable
+        Example -> tokens, for batches of like length.
+    seed : int
+        Decides the order of the examples and dropout, nothing else.
+
+    Raises
+    ------
+    FloatingPointError
+        If a loss is not finite: the arrays would be poisoned.
+    """
+    started = time.perf_counter()
+    parameters = list(adapter.parameters().values())
+    optimiser = _optimiser(adapter.parameters(), config)
+    batches = _batches(examples, length, config, seed)
+    losses: list[float] = []
+    sizes: list[int] = []
+    tokens = 0
+    with torch.random.fork_rng(devices=_devices(parameters)):
+        torch.manual_seed(seeds.split(seed, "dropout"))
+        adapter.model.train()
+        for batch in batches:
+            value, seen = loss(batch)
+            _step(value, optimiser, parameters, config.clip_norm)
+            losses.append(value.item())
+            sizes.append(len(batch))
+            tokens += seen
+        adapter.model.eval()
+    mean = float(np.average(losses, weights=sizes))
+    seconds = time.perf_counter() - started
+    return TrainingReport(len(examples), len(losses), tokens, mean, losses[0], losses[-1], seconds)
+
+
+def _optimiser(named: dict[str, nn.Parameter], config: TrainConfig) -> torch.optim.Optimizer:
+    memory_rate = config.memory_learning_rate or config.learning_rate
+    groups = [
+        {"params": [p for n, p in named.items() if is_memory_array(n) == memory], "lr": rate}
+        for memory, rate in ((False, config.learning_rate), (True, memory_rate))
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]], weight_decay=config.weight_decay
+    )
+
+
+def _step(
+    value: Tensor,
+    optimiser: torch.optim.Optimizer,
+    parameters: list[nn.Parameter],
+    clip_norm: float,
+) -> None:
+    if not math.isfinite(value.item()):
+        raise FloatingPointError(f"the training loss is {value.item()}; try a lower learning rate")
+    optimiser.zero_grad(set_to_none=True)
+    value.backward()  # type: ignore[no-untyped-call]
+    if clip_norm:
+        torch.nn.utils.clip_grad_norm_(parameters, clip_norm)
+    optimiser.step()
+
+
+def _devices(parameters: list[nn.Parameter]) -> list[torch.device]:
+    return sorted({p.device for p in parameters if p.device.type == "cuda"}, key=str)
+
+
+def _batches(
+    examples: Sequence[Example], length: Callable[[Example], int], config: TrainConfig, seed: int
+) -> Iterator[list[Example]]:
+    """Yield batches, epoch after epoch, until ``max_steps``; the last of an epoch may be small."""
+    taken = 0
+    for epoch in itertools.count() if config.max_steps else range(config.epochs):
+        random = seeds.generator(seed, epoch, "order")
+        for batch in _epoch(examples, length, config.batch_size, random):
+            if config.max_steps and taken == config.max_steps:
+                return
+            taken += 1
+            yield batch
+
+
+def _epoch(
+    examples: Sequence[Example],
+    length: Callable[[Example], int],
+    size: int,
+    random: np.random.Generator,
+) -> Iterator[list[Example]]:
+    order = [examples[i] for i in random.permutation(len(examples))]
+    batches: list[list[Example]] = []
+    for start in range(0, len(order), size * _POOL):
+        pool = sorted(order[start : start + size * _POOL], key=length)
+        batches += [pool[i : i + size] for i in range(0, len(pool), size)]
+    for index in random.permutation(len(batches)):
+        yield batches[index]

@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``AdapterStrategy``: the loop that all methods share, on Flower's ``Strategy``.
+
+A method says how replies become one (``fold``) and what a client is told (``train_config``).  The
+base samples partitions from (seed, round), holds every reply against the manifest, names and drops
+a bad client, keeps the byte ledger, and folds each reply when it arrives.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator
+from typing import Any, cast
+
+import numpy as np
+from fedloom.strategies.journal import Journal
+from fedloom.strategies.roster import ReplyStream, Roster
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.serverapp import Grid
+from flwr.serverapp.exception import AggregationError
+from flwr.serverapp.strategy import Result, Strategy
+from numpy.typing import NDArray
+
+from fedloom import border
+from fedloom.config import RunConfig, Scalar
+from fedloom.errors import Refusal
+from fedloom.wire import Arrays, Manifest, Update
+
+
+class AdapterStrategy(Strategy):
+    """Train adapters of one frozen model over many nodes.
+
+    Parameters
+    ----------
+    config : RunConfig
+        The recipe.
+    manifest : Manifest
+        What travels; every reply is held against it.
+    roster : Roster
+        Which node holds which partition.
+    journal : Journal, optional
+        Where events, metrics and bytes go; in memory if left out.
+    """
+
+    action = "default"
+    """Flower's action name: messages are ``train.<action>`` and ``evaluate.<action>``."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        manifest: Manifest,
+        roster: Roster,
+        journal: Journal | None = None,
+    ) -> None:
+        self.config, self.manifest, self.roster = config, manifest, roster
+        self.journal = journal or Journal()
+        self._partition_of = {node: p for p, node in roster.nodes.items()}
+        self._asked: dict[int, str] = {}
+        self._sent: dict[str, NDArray[Any]] = {}
+        self._train_loss = float("nan")
+
+    @abstractmethod
+    def fold(self, updates: Iterable[Update], sent: Arrays) -> dict[str, NDArray[Any]]:
+        """Make one set of arrays of the replies, which stream in; ``sent`` is the round's start."""
+
+    def train_config(self, server_round: int) -> dict[str, Scalar]:
+        """Return what a client is told besides the arrays; override to add a method's own keys."""
+        return {
+            "round": server_round,
+            "manifest": self.manifest.digest(),
+            "last": server_round == self.config.rounds,
+        }
+
+    def run(self, grid: ReplyStream, arrays: Arrays) -> Result:
+        """Measure the frozen model, then run Flower's loop over all rounds."""
+        self.measure_frozen(grid)
+        return self.start(
+            grid=grid,
+            initial_arrays=border.pack_arrays(arrays),
+            num_rounds=self.config.rounds,
+            timeout=self.config.sampling.reply_seconds,
+        )
+
+    def measure_frozen(self, grid: ReplyStream) -> None:
+        """Score the untouched model on every test row: what all else stands against."""
+        config: dict[str, Scalar] = {"round": 0, "frozen": True}
+        messages = self._messages("evaluate", "frozen", 0, self.roster.partitions, {}, config)
+        self._gather_scores(0, "frozen", grid.send_and_receive(messages))
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Send the adapter to the round's partitions."""
+        self._sent = border.unpack_arrays(arrays)
+        chosen = self.roster.sample(self.config.seed, server_round, self.config.sampling.fraction)
+        told = {**config, **self.train_config(server_round)}
+        return self._messages("train", "train", server_round, chosen, self._sent, told)
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Fold the good replies; name and drop the bad; fail below ``sampling.min-nodes``."""
+        rows: list[dict[str, Any]] = []
+        try:
+            folded = self.fold(self._updates(server_round, replies, rows), self._sent)
+        except ValueError:
+            if rows:  # not for want of replies
+                raise
+            folded = {}
+        self._report_missing(server_round, "train")
+        if len(rows) < self.config.sampling.min_nodes:
+            raise AggregationError(
+                f"round {server_round}: {len(rows)} usable replies,"
+                f" at least {self.config.sampling.min_nodes} are needed"
+            )
+        self._keep_rows(rows)
+        weights = [row["num-examples"] for row in rows]
+        self._train_loss = float(np.average([row["loss"] for row in rows], weights=weights))
+        return border.pack_arrays(folded), MetricRecord({"train-loss": self._train_loss})
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Send the averaged adapter to every partition, where its turn has come."""
+        last = server_round == self.config.rounds
+        if server_round % self.config.evaluation.every and not last:
+            self._announce_round(server_round, [])
+            return []
+        told = {**config, "round": server_round, "manifest": self.manifest.digest()}
+        averaged = border.unpack_arrays(arrays)
+        everyone = self.roster.partitions
+        return self._messages("evaluate", "evaluate", server_round, everyone, averaged, told)
+
+    def aggregate_evaluate(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> MetricRecord | None:
+        """Collect the sums of every client's test rows."""
+        if not self._asked:
+            return None
+        rows = self._gather_scores(server_round, "evaluate", replies)
+        self._announce_round(server_round, rows)
+        return MetricRecord(_macro(rows))
+
+    def summary(self) -> None:
+        """Say nothing: the journal has it all."""
+
+    def _messages(
+        self,
+        kind: str,
+        phase: str,
+        server_round: int,
+        partitions: list[int],
+        arrays: Arrays,
+        config: dict[str, Any],
+    ) -> list[Message]:
+        """Build one message a partition, each with a content of its own, and weigh it."""
+        self._asked = dict.fromkeys(partitions, phase)
+        self.journal.event("phase", round=server_round, phase=phase, clients=len(partitions))
+        messages = []
+        for partition in partitions:
+            records = border.content(arrays, config)
+            self._weigh(records, server_round, phase, "down", partition)
+            node = self.roster.nodes[partition]
+            messages.append(Message(records, node, f"{kind}.{self.action}"))
+        return messages
+
+    def _updates(
+        self, server_round: int, replies: Iterable[Message], rows: list[dict[str, Any]]
+    ) -> Iterator[Update]:
+        for partition, reply in self._good(server_round, "train", replies):
+            try:
+                update = border.update_of(reply.content, self.manifest)
+                metrics = border.metrics_of(reply.content)
+                row = self._row(server_round, "train", partition, metrics)
+            except Refusal as refusal:
+                self._failed(server_round, "train", partition, str(refusal))
+                continue
+            rows.append(row)
+            seconds, loss = row.get("seconds"), row.get("loss")
+            told = {"partition": partition, "seconds": seconds, "loss": loss}
+            self.journal.event("reply", round=server_round, phase="train", **told)
+            yield update
+
+    def _gather_scores(
+        self, server_round: int, phase: str, replies: Iterable[Message]
+    ) -> list[dict[str, Any]]:
+        rows = []
+        for partition, reply in self._good(server_round, phase, replies):
+            metrics = border.metrics_of(reply.content)
+            rows.append(self._row(server_round, phase, partition, metrics))
+            told = {"partition": partition, "seconds": metrics.get("seconds")}
+            self.journal.event("reply", round=server_round, phase=phase, **told)
+        self._report_missing(server_round, phase)
+        if not rows:
+            raise AggregationError(f"round {server_round}: no client could score its test rows")
+        self._keep_rows(rows)
+        return rows
+
+    def _good(
+        self, server_round: int, phase: str, replies: Iterable[Message]
+    ) -> Iterator[tuple[int, Message]]:
+        """Yield replies that carry content; weigh every reply and name the failures."""
+        for reply in replies:
+            partition = self._partition_of.get(reply.metadata.src_node_id, -1)
+            if reply.has_error():
+                reason, trace, _ = border.failure_reason(reply)
+                self._failed(server_round, phase, partition, reason, trace)
+                continue
+            self._weigh(reply.content, server_round, phase, "up", partition)
+            if self._asked.pop(partition, None) is None:
+                self._failed(server_round, phase, partition, "a reply that nobody asked for")
+                continue
+            yield partition, reply
+
+    def _failed(
+        self, server_round: int, phase: str, partition: int, reason: str, trace: str = ""
+    ) -> None:
+        self._asked.pop(partition, None)
+        where = {"round": server_round, "phase": phase, "partition": partition}
+        self.journal.event("client-failed", **where, reason=reason, traceback=trace)
+
+    def _report_missing(self, server_round: int, phase: str) -> None:
+        seconds = self.config.sampling.reply_seconds
+        for partition in sorted(self._asked):
+            self._failed(server_round, phase, partition, f"no reply within {seconds:.0f} s")
+
+    def _weigh(
+        self, records: Any, server_round: int, phase: str, direction: str, partition: int
+    ) -> None:
+        where = {"server_round": server_round, "phase": phase, "partition": partition}
+        self.journal.weigh(records, direction=direction, **where)
+
+    def _row(
+        self, server_round: int, phase: str, partition: int, metrics: dict[str, Any]
+    ) -> dict[str, Any]:
+        if phase == "train" and "loss" not in metrics:
+            raise Refusal("the reply has no metric named loss")
+        name = self.roster.name(partition) if partition in self.roster.properties else ""
+        head = {"round": server_round, "phase": phase, "partition": partition, "name": name}
+        return {**head, **metrics}
+
+    def _keep_rows(self, rows: list[dict[str, Any]]) -> None:
+        """Write metrics in partition order; what a client measured before averaging goes apart."""
+        for row in sorted(rows, key=lambda r: cast(int, r["partition"])):
+            local = {k.removeprefix("local-"): v for k, v in row.items() if k.startswith("local-")}
+            self.journal.metric(**{k: v for k, v in row.items() if not k.startswith("local-")})
+            if local:
+                head = {key: row[key] for key in ("round", "partition", "name")}
+                self.journal.metric(**head, phase="local", **local)
+
+    def _announce_round(self, server_round: int, rows: list[dict[str, Any]]) -> None:
+        failures = self.journal.rows["events"]
+        failed = [
+            e for e in failures if e["event"] == "client-failed" and e["round"] == server_round
+        ]
+        self.journal.event(
+            "round",
+            round=server_round,
+            rounds=self.config.rounds,
+            train_loss=self._train_loss,
+            bytes_down=self.journal.bytes_of(server_round, "down"),
+            bytes_up=self.journal.bytes_of(server_round, "up"),
+            failed=len(failed),
+            **(_macro(rows) if rows else {}),
+        )
+
+
+def _macro(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Average over clients, each client counting the same."""
+    ce = [row["gold-ce-sum"] / row["num-examples"] for row in rows]
+    accuracy = [row["correct"] / row["num-examples"] for row in rows]
+    return {"gold-ce": float(np.mean(ce)), "accuracy": float(np.mean(accuracy))}

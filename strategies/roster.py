@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who is there: node ids, which Flower draws anew each run, against partition ids, which last."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+from flwr.app import Message
+from flwr.serverapp import Grid
+from flwr.serverapp.exception import AggregationError
+
+from fedloom import border, seeds
+from fedloom.errors import Refusal
+
+_POLL_SECONDS = 0.1
+_POLL_SECONDS_MAX = 2.0
+
+
+class ReplyStream(Grid):
+    """A grid whose ``send_and_receive`` yields each reply when it arrives.
+
+    Flower's own waits for the slowest client and holds all replies; here the server's memory does
+    not grow with the number of clients.
+    """
+
+    def __init__(self, grid: Grid, default_timeout: float) -> None:
+        self._grid, self._timeout = grid, default_timeout
+
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterator[Message]:
+        """Send, then yield replies until all are in or the time is up."""
+        waiting = set(self._grid.push_messages(messages))
+        deadline = time.monotonic() + (self._timeout if timeout is None else timeout)
+        pause = _POLL_SECONDS
+        while waiting:
+            replies = list(self._grid.pull_messages(list(waiting)))
+            for reply in replies:
+                waiting.discard(reply.metadata.reply_to_message_id)
+                yield reply
+            if not replies:
+                if time.monotonic() > deadline:
+                    return
+                time.sleep(pause)
+                pause = min(pause * 1.2, _POLL_SECONDS_MAX)
+
+    def set_run(self, run: Any) -> None:
+        """Pass on."""
+        self._grid.set_run(run)
+
+    @property
+    def run(self) -> Any:
+        """Pass on."""
+        return self._grid.run
+
+    def create_message(self, *args: Any, **kwargs: Any) -> Message:
+        """Pass on."""
+        return self._grid.create_message(*args, **kwargs)
+
+    def get_node_ids(self) -> Iterable[int]:
+        """Pass on."""
+        return self._grid.get_node_ids()
+
+    def get_nodes(self) -> Any:
+        """Pass on."""
+        return self._grid.get_nodes()
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Pass on."""
+        return self._grid.push_messages(messages)
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """Pass on."""
+        return self._grid.pull_messages(message_ids)
+
+
+@dataclass(frozen=True)
+class Roster:
+    """Partition id -> node id, and what each node said of itself."""
+
+    nodes: dict[int, int]
+    properties: dict[int, dict[str, Any]]
+
+    @property
+    def partitions(self) -> list[int]:
+        """Partition ids in order."""
+        return sorted(self.nodes)
+
+    def name(self, partition: int) -> str:
+        """Return what the client calls itself."""
+        return str(self.properties[partition].get("name", f"client {partition}"))
+
+    def sample(self, seed: int, server_round: int, fraction: float) -> list[int]:
+        """Draw the partitions of a round: the same for one (seed, round), whatever the node ids.
+
+        >>> roster = Roster({p: 100 + p for p in range(10)}, {})
+        >>> roster.sample(0, 1, 0.3) == roster.sample(0, 1, 0.3), len(roster.sample(0, 2, 0.25))
+        (True, 3)
+        """
+        partitions = self.partitions
+        count = max(1, math.ceil(fraction * len(partitions) - 1e-9))
+        random = seeds.generator(seed, server_round, "sampling")
+        drawn = random.choice(len(partitions), size=count, replace=False)
+        return sorted(partitions[i] for i in drawn)
+
+
+def wait_for_nodes(grid: Grid, count: int, seconds: float, least: int) -> list[int]:
+    """Wait until ``count`` nodes are there; after ``seconds`` go on with ``least`` of them or fail.
+
+    Flower's own sampling waits for ever.
+    """
+    deadline = time.monotonic() + seconds
+    while len(nodes := sorted(grid.get_node_ids())) < count and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+    if len(nodes) < least:
+        raise AggregationError(
+            f"{len(nodes)} nodes came in {seconds:.0f} s, at least {least} are needed"
+        )
+    return nodes
+
+
+def roll_call(
+    grid: ReplyStream, nodes: list[int], build: Callable[[int], Message]
+) -> tuple[Roster, list[Message]]:
+    """Ask every node which partition it holds; nothing is loaded for the answer.
+
+    Returns
+    -------
+    Roster
+        Those who answered.
+    list of Message
+        Error replies, for the journal.
+
+    Raises
+    ------
+    Refusal
+        If a node refuses (its data or model are not what the recipe says), or two nodes hold the
+        same partition.
+    """
+    found: dict[int, int] = {}
+    told: dict[int, dict[str, Any]] = {}
+    errors: list[Message] = []
+    for reply in grid.send_and_receive([build(node) for node in nodes]):
+        if reply.has_error():
+            reason, _, refused = border.failure_reason(reply)
+            if refused:
+                raise Refusal(reason)
+            errors.append(reply)
+            continue
+        said = border.config_of(reply.content)
+        partition = cast(int, said["partition"])
+        if partition in found:
+            raise Refusal(f"two nodes hold partition {partition}: give each its own partition-id")
+        found[partition], told[partition] = reply.metadata.src_node_id, said
+    return Roster(found, told), errors
