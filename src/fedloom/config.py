@@ -16,7 +16,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, cast, get_type_hints
 
 from fedloom.errors import Refusal, nearest
 
@@ -310,7 +310,7 @@ class RunConfig:
             if key not in known:
                 raise Refusal(f"unknown key {key}{nearest(key, known)}; see docs/recipes.md")
             _check_type(key, value, known[key])
-        return _build(cls, values, "")
+        return cast(RunConfig, _build(cls, values, ""))
 
     from_flower = from_flat
     """Flower's ``context.run_config`` is the same flat mapping."""
@@ -352,8 +352,7 @@ def _flatten(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Scala
 
 def _check_type(key: str, value: object, example: Scalar) -> None:
     wanted = type(example)
-    number = wanted is float and isinstance(value, int) and not isinstance(value, bool)
-    if type(value) is not wanted and not number:
+    if type(value) is not wanted and not (wanted is float and type(value) is int):
         raise Refusal(
             f"{key} = {value!r} is {type(value).__name__}: expected {wanted.__name__},"
             f" for example {key} = {json.dumps(example)}"

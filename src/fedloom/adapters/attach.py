@@ -168,7 +168,7 @@ class Adapter:
         if config.memory.enabled:
             self._graft(base, layers)
         if config.train.checkpoint_layers:
-            base.gradient_checkpointing_enable({"use_reentrant": False})
+            base.activation_checkpointing_enable({"use_reentrant": False})
         self._start = {name: x.detach().clone() for name, x in self._trainable().items()}
 
     def _graft(self, base: PreTrainedModel, layers: list[int]) -> None:

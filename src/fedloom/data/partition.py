@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``Partition``: who trains and who tests on which rows, with a seed and a hash.
+
+Rows are named by a hash of their content, so that a node can check what it holds and a manifest
+that is passed around tells nothing of the questions themselves.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+
+from fedloom import seeds
+from fedloom.data import mmlu
+from fedloom.data.questions import Question, distinct
+from fedloom.errors import Refusal
+
+
+@dataclass(frozen=True)
+class Client:
+    """The rows of one client."""
+
+    name: str
+    train: tuple[str, ...]
+    test: tuple[str, ...]
+    subjects: dict[str, int]
+    """Subject -> rows, train and test together."""
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Who holds what; a client's index is its partition id."""
+
+    seed: int
+    source: str
+    """Where the questions were read; not part of the digest, as a copy is as good."""
+    source_hash: str
+    """SHA-256 over the distinct rows of the source."""
+    clients: tuple[Client, ...]
+
+    def to_json(self) -> str:
+        """Write the partition as one canonical line."""
+        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> Partition:
+        """Read what ``to_json`` wrote.
+
+        Raises
+        ------
+        Refusal
+            If the text is no partition, or names a row twice.
+        """
+        try:
+            tree = json.loads(text)
+            clients = tuple(_client(**client) for client in tree["clients"])
+            found = cls(int(tree["seed"]), str(tree["source"]), str(tree["source_hash"]), clients)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise Refusal(f"not a partition manifest: {error!r}") from error
+        counts = Counter(row for client in clients for row in (*client.train, *client.test))
+        if twice := [row for row, count in counts.items() if count > 1]:
+            raise Refusal(f"partition manifest names row {twice[0]} twice: make it anew")
+        return found
+
+    def digest(self) -> str:
+        """SHA-256 of all but where the questions were read."""
+        kept = asdict(self)
+        del kept["source"]
+        return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+
+    def check_same(self, other: Partition) -> None:
+        """Refuse a partition that differs, naming the first thing that does."""
+        for what, mine, theirs in _differences(self, other):
+            if mine != theirs:
+                raise Refusal(
+                    f"partitions differ in {what}: {theirs} came, {mine} was expected; use the"
+                    " same questions, seed and data settings on every node"
+                )
+
+
+def make_partition(
+    questions: Sequence[Question],
+    *,
+    source: str,
+    seed: int,
+    max_train: int,
+    max_test: int,
+    test_share: float,
+    min_train: int,
+    min_test: int,
+) -> Partition:
+    """Deal questions out to FedNL's five clients and split each client's into train and test.
+
+    Questions that share their text are on one side, even if two clients hold them; the split
+    depends on the rows and the seed, not on the order in which the rows came.
+
+    Parameters
+    ----------
+    questions
+        All questions; repetitions are dropped.
+    source
+        Where they were read.
+    seed
+        Decides the shuffles.
+    max_train, max_test
+        Caps for each client.
+    test_share
+        Of a client's rows, the share for testing before ``max_test`` caps it, rounded down.
+    min_train, min_test
+        Fewer rows than these are refused.
+
+    Raises
+    ------
+    Refusal
+        If a client has too few rows.
+    """
+    rows = distinct(questions)
+    held = mmlu.by_client(rows)
+    owners: defaultdict[str, set[int]] = defaultdict(set)
+    for index, own in enumerate(held):
+        for question in own:
+            owners[question.stem()].add(index)
+    shared = {stem for stem, holders in owners.items() if len(holders) > 1}
+    share = Fraction(test_share).limit_denominator(10_000)  # 1/6 of 1098 is 183, also in floats
+    clients = []
+    for index, own in enumerate(held):
+        order = seeds.generator(seed, index, "partition").permutation(len(own))
+        n_test = min(max_test, int(len(own) * share))
+        train, test = _split([own[i] for i in order], n_test, shared)
+        clients.append(_named(mmlu.CLIENTS[index][0], train[:max_train], test))
+        _check_enough(clients[-1], min_train, min_test, len(own))
+    return Partition(seed, source, _rows_hash(rows), tuple(clients))
+
+
+def client_rows(
+    partition: Partition, questions: Sequence[Question], client_index: int
+) -> tuple[list[Question], list[Question]]:
+    """Return a client's training and test questions in the partition's order.
+
+    Raises
+    ------
+    Refusal
+        If there is no such client, or ``questions`` lack one of its rows.
+    """
+    if not 0 <= client_index < len(partition.clients):
+        raise Refusal(f"partition id {client_index}: expected 0 to {len(partition.clients) - 1}")
+    client = partition.clients[client_index]
+    known = {question.row(): question for question in questions}
+    if missing := [row for row in (*client.train, *client.test) if row not in known]:
+        raise Refusal(
+            f"{client.name} lacks {len(missing)} of its rows, first {missing[0]}: expected the"
+            f" questions of {partition.source}; check data.source on this node"
+        )
+    return [known[row] for row in client.train], [known[row] for row in client.test]
+
+
+def table(partition: Partition) -> list[tuple[str, int, int, int]]:
+    """List (client, training rows, test rows, subjects)."""
+    return [(c.name, len(c.train), len(c.test), len(c.subjects)) for c in partition.clients]
+
+
+def _split(
+    shuffled: Sequence[Question], n_test: int, shared: set[str]
+) -> tuple[list[Question], list[Question]]:
+    """Fill the test side with whole groups of one text, in shuffled order, up to ``n_test`` rows.
+
+    Groups that another client holds too are for training at both, so that no client is tested on
+    a text that another one trained on.
+    """
+    groups: dict[str, list[Question]] = {}
+    for question in shuffled:
+        groups.setdefault(question.stem(), []).append(question)
+    train: list[Question] = []
+    test: list[Question] = []
+    for stem, group in groups.items():
+        fits = stem not in shared and len(test) + len(group) <= n_test
+        (test if fits else train).extend(group)
+    return train, test
+
+
+def _named(name: str, train: Sequence[Question], test: Sequence[Question]) -> Client:
+    subjects = Counter(question.subject for question in (*train, *test))
+    return Client(
+        name,
+        tuple(question.row() for question in train),
+        tuple(question.row() for question in test),
+        dict(sorted(subjects.items())),
+    )
+
+
+def _check_enough(client: Client, min_train: int, min_test: int, held: int) -> None:
+    for side, rows, least in (("train", client.train, min_train), ("test", client.test, min_test)):
+        if len(rows) < least:
+            raise Refusal(
+                f"{client.name} has {len(rows)} {side} rows of {held} in all: data.min-{side}"
+                f" asks for {least}; give it more questions or lower data.min-{side}"
+            )
+
+
+def _rows_hash(rows: Sequence[Question]) -> str:
+    return hashlib.sha256("\n".join(row.row() for row in rows).encode()).hexdigest()
+
+
+def _client(
+    name: str, train: Sequence[str], test: Sequence[str], subjects: dict[str, int]
+) -> Client:
+    counts = {str(subject): int(count) for subject, count in subjects.items()}
+    return Client(str(name), tuple(map(str, train)), tuple(map(str, test)), counts)
+
+
+def _differences(a: Partition, b: Partition) -> list[tuple[str, object, object]]:
+    pairs: list[tuple[str, object, object]] = [
+        ("seed", a.seed, b.seed),
+        ("source_hash", a.source_hash[:16], b.source_hash[:16]),
+        ("the number of clients", len(a.clients), len(b.clients)),
+    ]
+    for mine, theirs in zip(a.clients, b.clients, strict=False):
+        pairs.append(("a client's name", mine.name, theirs.name))
+        for side in ("train", "test"):
+            left, right = getattr(mine, side), getattr(theirs, side)
+            pairs.append((f"{mine.name}'s number of {side} rows", len(left), len(right)))
+            pairs += [
+                (f"{mine.name}'s {side} row {index}", x, y)
+                for index, (x, y) in enumerate(zip(left, right, strict=False))
+            ]
+    return [*pairs, ("the digest", a.digest()[:16], b.digest()[:16])]

