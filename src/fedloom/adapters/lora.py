@@ -8,6 +8,7 @@ node begins with the same bytes whatever its torch did before.
 from __future__ import annotations
 
 import math
+import warnings
 
 import peft
 import torch
@@ -44,7 +45,11 @@ def hang_lora(
     model: nn.Module, config: LoraConfig, *, layers: list[int], seed: int
 ) -> peft.PeftModel:
     """Put LoRA on ``model`` in place: ``B = 0`` and ``A`` uniform as in ``nn.Linear``."""
-    with torch.random.fork_rng(devices=[]):  # peft draws its own start, which we overwrite
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        # peft draws its own start, which we overwrite, and asks transformers by a deprecated name.
+        warnings.filterwarnings(
+            "ignore", message=".*is_gradient_checkpointing", category=FutureWarning
+        )
         hung = peft.get_peft_model(model, peft_config(config, layers))
     with torch.no_grad():
         for name, parameter in hung.named_parameters():

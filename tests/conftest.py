@@ -1,0 +1,65 @@
+"""Small real pieces that many tests share: a question file, a recipe over a tiny model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fedloom.config import RunConfig
+from fedloom.data import mmlu
+
+_WORDS = ("amber", "brook", "cedar", "dune", "ember", "fjord", "grove", "harbor", "inlet", "kelp")
+
+
+def write_questions(path: Path, rows_a_client: int = 12) -> Path:
+    """Write made-up questions in MMLU's columns; the gold letter follows a rule worth learning."""
+    random = np.random.default_rng(7)
+    lines = []
+    for _, subjects in mmlu.CLIENTS:
+        for i in range(rows_a_client):
+            choices = [str(word) for word in random.choice(_WORDS, 4, replace=False)]
+            text = f"{i} {random.choice(_WORDS)}?"
+            row = {
+                "question": text,
+                "subject": subjects[i % len(subjects)],
+                "choices": choices,
+                "answer": int(np.argmin(choices)),
+            }
+            lines.append(json.dumps(row))
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="session")
+def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_questions(tmp_path_factory.mktemp("questions") / "mmlu.jsonl")
+
+
+@pytest.fixture
+def recipe(questions: Path, tmp_path: Path) -> Callable[..., RunConfig]:
+    """``recipe(lora__rank=4)``: a two-round run on tiny:llama in seconds."""
+
+    def build(**changes: bool | int | float | str) -> RunConfig:
+        small = {
+            "model__source": "tiny:llama",
+            "data__source": f"path:{questions}",
+            "data__min_train": 4,
+            "data__min_test": 2,
+            "output": str(tmp_path),
+            "rounds": 2,
+            "train__max_steps": 2,
+            "memory__chunk": 16,
+        }
+        return RunConfig().replaced(**{**small, **changes})
+
+    return build
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)

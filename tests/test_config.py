@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from fedloom.config import RunConfig
+from fedloom.errors import Refusal
+from fedloom.simulations.folder import recipe_text
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_flat_and_back_is_the_same_config():
+    config = RunConfig().replaced(lora__rank=4, memory__gate="scalar", train__learning_rate=1e-3)
+    assert RunConfig.from_flower(config.flat()) == config
+
+
+def test_recipe_text_reads_back_equal(tmp_path):
+    config = RunConfig().replaced(
+        name="a.b", sampling__fraction=0.3, memory__negative_eigenvalues=True
+    )
+    (tmp_path / "r.toml").write_text(recipe_text(config))
+    assert RunConfig.from_toml(tmp_path / "r.toml") == config
+
+
+def test_flower_app_config_lists_every_key_with_its_default():
+    tree = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
+    flat = RunConfig.from_flat({}).flat()
+    (ROOT / "pyproject.toml").read_text()
+
+    def walk(node, prefix=""):
+        for key, value in node.items():
+            if isinstance(value, dict):
+                yield from walk(value, f"{prefix}{key}.")
+            else:
+                yield prefix + key, value
+
+    assert dict(walk(tree)) == flat
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "simulations").glob("*.toml")), ids=lambda p: p.name
+)
+def test_every_shipped_recipe_is_valid(path):
+    assert RunConfig.from_toml(path).rounds >= 1
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("lora.rnak", 8, "did you mean lora.rank?"),
+        ("lora.rank", "8", "expected int"),
+        ("lora.rank", True, "expected int"),
+        ("lora.rank", 0, "at least 1"),
+        ("train.learning-rate", float("nan"), "positive"),
+        ("memory.gate", "vectr", "did you mean vector?"),
+        ("memory.window", -1, "at least 0"),
+        ("lora.targets", "q,x", "expected one of"),
+        ("sampling.fraction", 0.0, "above 0"),
+        ("data.test-share", 1.0, "between 0 and 1"),
+        ("name", "../up", "becomes a folder"),
+        ("seed", -1, "at least 0"),
+        ("server.momentum", 1.0, "below 1"),
+        ("method", "fedwhat", "expected one of fednl"),
+    ],
+)
+def test_bad_value_is_refused_in_one_line(key, value, expected):
+    with pytest.raises(Refusal, match=expected) as caught:
+        RunConfig.from_flat({key: value})
+    assert "\n" not in str(caught.value)
+
+
+def test_whole_number_is_a_float_too():
+    assert RunConfig.from_flat({"lora.alpha": 32}).lora.alpha == 32.0
+
+
+def test_digest_ignores_where_and_sees_what():
+    config = RunConfig()
+    assert config.replaced(output="elsewhere", name="x").digest() == config.digest()
+    assert config.replaced(seed=1).digest() != config.digest()
+
+
+def test_recipe_that_is_no_toml_is_refused(tmp_path):
+    (tmp_path / "r.toml").write_text("rounds = = 3")
+    with pytest.raises(Refusal, match="is not TOML"):
+        RunConfig.from_toml(tmp_path / "r.toml")
+    with pytest.raises(Refusal, match="expected a TOML file"):
+        RunConfig.from_toml(tmp_path / "none.toml")
