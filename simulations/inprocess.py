@@ -103,12 +103,22 @@ def _through_the_wire(records: RecordDict) -> RecordDict:
     return recorddict_from_proto(ProtoRecordDict.FromString(data))
 
 
-def run_in_process(config: RunConfig) -> None:
-    """Run a recipe's ServerApp over as many nodes as it names; raises what the ServerApp raises."""
+def run_in_process(config: RunConfig, client: ClientApp | None = None) -> None:
+    """Run a recipe's ServerApp over as many nodes as it names; raises what the ServerApp raises.
+
+    Parameters
+    ----------
+    client : ClientApp, optional
+        Another ClientApp than fedloom's own.
+    """
     from fedloom.simulations import client_app, server_app  # torch: only when it is run
 
-    grid = InProcessGrid(client_app.app, config.clients.count, config.flat())
-    server: ServerApp = server_app.app
+    grid = InProcessGrid(client or client_app.app, config.clients.count, config.flat())
+    serve_on(grid, server_app.app, config)
+
+
+def serve_on(grid: InProcessGrid, server: ServerApp, config: RunConfig) -> None:
+    """Run a ServerApp on a grid."""
     server(
         grid=grid,
         context=Context(

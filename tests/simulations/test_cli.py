@@ -91,10 +91,13 @@ def test_coordinator_without_torch_skips_the_model(recipe, monkeypatch):
     monkeypatch.chdir(recipe.parent)
     config = runner.with_absolute_paths(RunConfig.from_toml(recipe))
     config = config.replaced(model__source="path:none")
-    with pytest.raises(Refusal):
-        runner.preflight(config, "inprocess")
+    with pytest.raises(Refusal, match="none"):
+        runner.preflight(config)
     monkeypatch.setattr(runner.importlib.util, "find_spec", lambda name: None)
-    runner.preflight(config, "inprocess")
+    runner.preflight(config)
+    with pytest.raises(Refusal, match=r"fedloom\[node\]"):
+        runner.preflight(config, "inprocess")
+    monkeypatch.setattr(runner.importlib.util, "find_spec", lambda name: name == "torch" or None)
     with pytest.raises(Refusal, match=r"fedloom\[simulation\]"):
         runner.preflight(config, "ray")
 

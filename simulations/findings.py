@@ -1,0 +1,399 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run found: the numbers in the folder that it left, counted and given intervals.
+
+Nothing is worded or drawn here; ``report`` does that.  What a run did not record is absent, and
+no reason to fail: a run that broke off needs its report most.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedloom.config import RunConfig
+from fedloom.errors import Refusal
+from fedloom.intervals import Interval, macro, mean_interval, wilson
+from fedloom.wire import Manifest
+
+Row = Mapping[str, Any]
+
+CHANCE_CE = math.log(4)  # nats: one letter of four, guessed
+PHASES = {"frozen": "frozen", "local": "local", "federated": "evaluate"}  # adapter -> phase
+MEASURES = ("gold-ce", "letter-ce", "accuracy", "first-token")
+DONE = ("completed", "finished", "done", "ok")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """One adapter on one client's test rows."""
+
+    round: int
+    examples: int
+    correct: int | None
+    measured: dict[str, Interval]
+    """Of ``MEASURES``: cross-entropies in nats a row, accuracies as shares."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drop:
+    """What averaging cost a client: positive means that its own adapter was the better one."""
+
+    round: int
+    examples: int
+    questions: int | None
+    """Answered by the local adapter less answered by the federated one."""
+    points: float | None
+    gold_ce: float | None
+    """Federated less local, in nats."""
+    letter_ce: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Client:
+    """Everything that a run recorded about one client."""
+
+    partition: int
+    name: str
+    train_rows: int | None
+    test_rows: int | None
+    scores: dict[str, Score]
+    """Adapter -> its score in the last round that has one."""
+    curves: dict[str, dict[int, float]]
+    """Measure -> round -> mean; round 0 is the frozen backbone."""
+    training: dict[int, Row]
+    """Round -> the row of its local training."""
+    drop: Drop | None
+
+    def total(self, key: str) -> float | None:
+        """Sum one number over the rounds of training."""
+        found = [row[key] for row in self.training.values() if key in row]
+        return sum(found) if found else None
+
+    def gate(self, key: str) -> float | None:
+        """Return ``gate-mean`` or ``gate-max`` as last seen."""
+        found = [row[key] for _, row in sorted(self.training.items()) if key in row]
+        return found[-1] if found else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lowered:
+    """In how many clients the federated adapter's CE is lower than the frozen one's, or a bound."""
+
+    compared: int
+    lower: int
+    apart: int
+    """Of these, clients whose 95 % interval does not touch the other one, or the bound."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """What the ledger counted in serialised messages, in bytes."""
+
+    kinds: dict[tuple[str, str, str], int]
+    """(phase, direction, dtype) -> bytes."""
+    per_round: dict[int, dict[str, tuple[int, int]]]
+    """Round -> direction -> (arrays, framing)."""
+    payloads: tuple[int, ...]
+    """Every size that the arrays of one training message had."""
+
+    def share(self, direction: str = "", *, framing: bool = False) -> int:
+        """Sum the bytes of one direction (or both), or just their framing."""
+        return sum(
+            count
+            for (_, way, dtype), count in self.kinds.items()
+            if direction in ("", way) and not (framing and _is_array(dtype))
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportData:
+    """The numbers of a report, before any wording."""
+
+    name: str
+    config: RunConfig | None
+    manifest: Manifest | None
+    status: str
+    reason: str
+    rounds_done: int
+    clients: tuple[Client, ...]
+    macros: dict[str, dict[str, Interval]]
+    """Adapter -> measure -> mean over clients, each with the same weight."""
+    macro_clients: dict[str, int]
+    lowered: dict[str, Lowered]
+    """``gold-ce`` and ``letter-ce`` -> how many clients gained."""
+    parameters: dict[str, int]
+    """``LoRA`` and ``memory`` -> trainable numbers."""
+    traffic: Traffic
+    failures: tuple[Row, ...]
+    aggregation_errors: dict[int, float]
+    environment: dict[str, str]
+    notes: tuple[str, ...]
+    """What a reader must know before comparing columns."""
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether the run says that it reached its end."""
+        return self.status.rpartition(":")[2] in DONE  # Flower says finished:completed
+
+    @property
+    def below_chance(self) -> Lowered:
+        """In how many clients the federated letter CE is better than guessing."""
+        found = [
+            c.scores["federated"].measured["letter-ce"]
+            for c in self.clients
+            if "federated" in c.scores and "letter-ce" in c.scores["federated"].measured
+        ]
+        return Lowered(
+            compared=len(found),
+            lower=sum(at.value < CHANCE_CE for at in found),
+            apart=sum(at.high < CHANCE_CE for at in found),
+        )
+
+    def client_name(self, partition: int | None) -> str:
+        """Name a partition, known or not."""
+        if partition is None or partition < 0:
+            return "unknown node"
+        names = {client.partition: client.name for client in self.clients}
+        return names.get(partition, f"client {partition}")
+
+    def mean_drop(self, key: str) -> tuple[float, int] | None:
+        """Average one field of ``Drop`` over the clients that have it, and count them."""
+        found = [value for c in self.clients if (value := getattr(c.drop, key, None)) is not None]
+        return (math.fsum(found) / len(found), len(found)) if found else None
+
+    def mean_curve(self, measure: str) -> dict[int, float]:
+        """Average the clients' curves in rounds that scored every one of them."""
+        curves = [curve for c in self.clients if (curve := c.curves.get(measure))]
+        rounds = set.intersection(*(set(curve) for curve in curves)) if curves else set()
+        return {r: math.fsum(c[r] for c in curves) / len(curves) for r in sorted(rounds)}
+
+
+def report_data(folder: Path) -> ReportData:
+    """Read a run's folder.
+
+    Raises
+    ------
+    Refusal
+        If there is no such folder, or a file in it is damaged.
+    """
+    if not folder.is_dir():
+        raise Refusal(f"no run folder at {folder}; expected what `fedloom run` leaves")
+    recipe, arrays = folder / "config.toml", folder / "manifest.json"
+    config = RunConfig.from_toml(recipe) if recipe.exists() else None
+    manifest = Manifest.from_json(arrays.read_text("utf-8")) if arrays.exists() else None
+    events, metrics = _lines(folder / "events.jsonl"), _lines(folder / "metrics.jsonl")
+    failures = tuple(row for row in events if row.get("event") == "client-failed")
+    clients = _clients(_json(folder / "partition.json"), metrics, failures)
+    traffic = _traffic(_lines(folder / "ledger.jsonl"))
+    end: Row = next((row for row in reversed(events) if row.get("event") == "end"), {})
+    scored = {how: [c.scores[how] for c in clients if how in c.scores] for how in PHASES}
+    errors = {int(e["round"]): float(e["agg-error"]) for e in events if "agg-error" in e}
+    return ReportData(
+        name=config.name if config else folder.name,
+        config=config,
+        manifest=manifest,
+        status=str(end.get("status", "no end recorded")),
+        reason=str(end.get("reason") or ""),
+        rounds_done=max((int(m["round"]) for m in metrics if m["phase"] == "train"), default=0),
+        clients=clients,
+        macros={how: _macros(scores) for how, scores in scored.items()},
+        macro_clients={how: len(scores) for how, scores in scored.items()},
+        lowered={measure: _lowered(clients, measure) for measure in ("gold-ce", "letter-ce")},
+        parameters=_parameters(manifest),
+        traffic=traffic,
+        failures=failures,
+        aggregation_errors=errors,
+        environment=dict(_flat(_json(folder / "environment.json"))),
+        notes=tuple(_notes(clients, manifest, traffic)),
+    )
+
+
+def _clients(partition: Row, metrics: Sequence[Row], failures: Sequence[Row]) -> tuple[Client, ...]:
+    listed = {int(c.get("partition", i)): c for i, c in enumerate(partition.get("clients", []))}
+    found: dict[int, dict[str, dict[int, Row]]] = defaultdict(lambda: defaultdict(dict))
+    names: dict[int, str | None] = {}
+    for row in metrics:  # a resumed run may tell a round twice: the later row stands
+        found[int(row["partition"])][row["phase"]][int(row["round"])] = row
+        names[int(row["partition"])] = row.get("name")
+    failed = {(int(f.get("round", -1)), f.get("partition")) for f in failures}
+    return tuple(
+        _client(
+            k, listed.get(k, {"name": names.get(k)}), found[k], {r for r, p in failed if p == k}
+        )
+        for k in sorted(listed.keys() | names.keys())
+    )
+
+
+def _client(
+    k: int, listed: Row, phases: Mapping[str, Mapping[int, Row]], failed: set[int]
+) -> Client:
+    rows = {how: sorted(phases.get(phase, {}).items()) for how, phase in PHASES.items()}
+    by_round = {how: {r: s for r, row in rows[how] if (s := _score(r, row))} for how in rows}
+    whole = by_round["frozen"] | by_round["federated"]
+    means = {
+        measure: {r: s.measured[measure].value for r, s in whole.items() if measure in s.measured}
+        for measure in MEASURES
+    }
+    return Client(
+        partition=k,
+        name=str(listed.get("name") or f"client {k}"),
+        train_rows=len(listed["train"]) if "train" in listed else None,
+        test_rows=len(listed["test"]) if "test" in listed else None,
+        scores={how: scores[max(scores)] for how, scores in by_round.items() if scores},
+        curves={measure: curve for measure, curve in means.items() if curve},
+        training=dict(sorted(phases.get("train", {}).items())),
+        drop=_drop(by_round["local"], by_round["federated"], failed),
+    )
+
+
+def _score(round_: int, row: Row) -> Score | None:
+    n = int(row.get("num-examples", 0))
+    if n < 1:
+        return None
+    measured: dict[str, Interval] = {}
+    for measure, key in (("accuracy", "correct"), ("first-token", "first-token-correct")):
+        if key in row:
+            measured[measure] = wilson(int(row[key]), n)
+    for measure in ("gold-ce", "letter-ce"):
+        if f"{measure}-sum" in row:
+            squares = float(row.get(f"{measure}-sq-sum", math.nan))
+            measured[measure] = mean_interval(float(row[f"{measure}-sum"]), squares, n)
+    correct = int(row["correct"]) if "correct" in row else None
+    return Score(round=round_, examples=n, correct=correct, measured=measured)
+
+
+def _drop(
+    local: Mapping[int, Score], federated: Mapping[int, Score], failed: set[int]
+) -> Drop | None:
+    """Compare the local adapter with the mean that it went into, on the same rows or not at all."""
+    last = max(local, default=0)
+    if last not in federated or last in failed or local[last].examples != federated[last].examples:
+        return None
+    mine, ours = local[last], federated[last]
+    known = mine.correct is not None and ours.correct is not None
+    questions = (mine.correct or 0) - (ours.correct or 0) if known else None
+    costs = {
+        measure: ours.measured[measure].value - mine.measured[measure].value
+        for measure in ("gold-ce", "letter-ce")
+        if measure in ours.measured and measure in mine.measured
+    }
+    return Drop(
+        round=last,
+        examples=mine.examples,
+        questions=questions,
+        points=None if questions is None else 100 * questions / mine.examples,
+        gold_ce=costs.get("gold-ce"),
+        letter_ce=costs.get("letter-ce"),
+    )
+
+
+def _macros(scores: Sequence[Score]) -> dict[str, Interval]:
+    shared = [m for m in MEASURES if scores and all(m in score.measured for score in scores)]
+    return {measure: macro([score.measured[measure] for score in scores]) for measure in shared}
+
+
+def _lowered(clients: Iterable[Client], measure: str) -> Lowered:
+    pairs = [
+        tuple(client.scores[how].measured[measure] for how in ("frozen", "federated"))
+        for client in clients
+        if all(
+            how in client.scores and measure in client.scores[how].measured
+            for how in ("frozen", "federated")
+        )
+    ]
+    return Lowered(
+        compared=len(pairs),
+        lower=sum(ours.value < base.value for base, ours in pairs),
+        apart=sum(ours.high < base.low for base, ours in pairs),
+    )
+
+
+def _parameters(manifest: Manifest | None) -> dict[str, int]:
+    counts = {"LoRA": 0, "memory": 0}
+    for name, (shape, _) in (manifest.arrays if manifest else {}).items():
+        group = "memory" if ".memory." in f".{name}" else "LoRA"
+        counts[group] += math.prod(shape)
+    return counts if manifest else {}
+
+
+def _traffic(ledger: Iterable[Row]) -> Traffic:
+    kinds: dict[tuple[str, str, str], int] = defaultdict(int)
+    rounds: dict[int, dict[str, tuple[int, int]]] = defaultdict(dict)
+    messages: dict[tuple[Any, ...], int] = defaultdict(int)
+    for row in ledger:
+        if "bytes" not in row:
+            continue
+        way, dtype, count = str(row["direction"]), str(row["dtype"]), int(row["bytes"])
+        kinds[str(row["phase"]), way, dtype] += count
+        arrays, framing = rounds[int(row["round"])].get(way, (0, 0))
+        mine = (count, 0) if _is_array(dtype) else (0, count)
+        rounds[int(row["round"])][way] = (arrays + mine[0], framing + mine[1])
+        if row["phase"] == "train" and _is_array(dtype):
+            messages[row["round"], way, row.get("partition")] += count
+    per_round = dict(sorted(rounds.items()))
+    payloads = tuple(sorted(set(messages.values())))
+    return Traffic(kinds=dict(sorted(kinds.items())), per_round=per_round, payloads=payloads)
+
+
+def _is_array(dtype: str) -> bool:
+    return dtype.startswith(("float", "bfloat", "int", "uint", "bool"))
+
+
+def _notes(clients: Iterable[Client], manifest: Manifest | None, traffic: Traffic) -> Iterable[str]:
+    for client in clients:
+        sizes = {how: score.examples for how, score in client.scores.items()}
+        if client.test_rows is not None:
+            sizes["the partition"] = client.test_rows
+        if len(set(sizes.values())) > 1:
+            told = ", ".join(f"{how} {n}" for how, n in sizes.items())
+            yield f"{client.name}: not the same number of test rows everywhere ({told})."
+        for how in ("frozen", "federated"):
+            if how not in client.scores:
+                yield f"{client.name}: no {how} score; it is missing from that macro mean."
+        if client.drop is None and "local" in client.scores:
+            yield f"{client.name}: its last local adapter has no federated score of the same round."
+    claimed = manifest.nbytes() if manifest else 0
+    if traffic.payloads and manifest and traffic.payloads != (claimed,):
+        yield (
+            f"The manifest's arrays take {claimed} B, but training messages carried"
+            f" {', '.join(map(str, traffic.payloads))} B of arrays."
+        )
+
+
+def _lines(path: Path) -> list[Row]:
+    text = path.read_text("utf-8") if path.exists() else ""
+    whole, _, torn = text.rpartition("\n")
+    rows = [_parsed(line, f"{path.name} line {n}") for n, line in enumerate(whole.split("\n"), 1)]
+    with suppress(json.JSONDecodeError):  # a run that was killed may leave half a line
+        rows.append(json.loads(torn))
+    return [row for row in rows if isinstance(row, dict)]
+
+
+def _json(path: Path) -> Row:
+    tree = _parsed(path.read_text("utf-8"), path.name) if path.exists() else {}
+    if not isinstance(tree, dict):
+        raise Refusal(f"{path.name} holds no JSON object; was it edited by hand?")
+    return tree
+
+
+def _parsed(text: str, where: str) -> Any:
+    try:
+        return json.loads(text or "null")
+    except json.JSONDecodeError as error:
+        raise Refusal(f"{where} is not JSON: {error}") from error
+
+
+def _flat(tree: Row, prefix: str = "") -> Iterable[tuple[str, str]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key} ")
+        elif isinstance(value, list):
+            yield prefix + key, " ".join(map(str, value))
+        else:
+            yield prefix + key, str(value)

@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run is doing, read from the ``events.jsonl`` that its server writes.
+
+In a terminal it is a live display, elsewhere one plain line an event, without control codes.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+Event = Mapping[str, Any]
+
+NODES_SHOWN = 12
+ROUNDS_SHOWN = 10
+
+
+def follow(
+    path: Path, stopped: Callable[[], bool], *, poll_seconds: float = 0.2
+) -> Iterator[dict[str, Any]]:
+    """Yield the events of a file that may not exist yet and whose last line may be half written.
+
+    Ends when ``stopped()`` is true and everything that was written before has been read.
+    """
+    rest, read = b"", 0
+    while True:
+        last = stopped()  # asked first: what was written before the answer is still read
+        chunk = b""
+        if path.exists():
+            with path.open("rb") as handle:
+                handle.seek(read)
+                chunk = handle.read()
+        read += len(chunk)
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            if event := _parsed(line):
+                yield event
+        if last:
+            return
+        if not chunk:
+            time.sleep(poll_seconds)
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    # A display must not end a run because of one bad line.
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) and "event" in event else None
+
+
+@dataclass
+class Picture:
+    """All that is known of a run so far; fold events into it with ``take``."""
+
+    start: Event = field(default_factory=dict)
+    nodes: list[Event] = field(default_factory=list)
+    rounds: list[Event] = field(default_factory=list)
+    failures: list[Event] = field(default_factory=list)
+    phase: Event = field(default_factory=dict)
+    answered: int = 0
+    refusal: str = ""
+    status: str = ""
+    """``completed`` or ``failed`` once the server has said so."""
+    reason: str = ""
+    began: float = field(default_factory=time.time)
+    turned: float = 0.0
+    """When the last round ended, or the first began; Unix time, like ``began``."""
+    round_seconds: list[float] = field(default_factory=list)
+
+    def take(self, event: Event) -> None:
+        """Fold one event in."""
+        match event["event"]:
+            case "start":
+                self.start = event
+            case "nodes":
+                self.nodes = list(event.get("nodes", []))
+            case "phase":
+                if not self.turned and event.get("round"):
+                    self.turned = _when(event)
+                self.phase, self.answered = event, 0
+            case "reply":
+                self.answered += 1
+            case "client-failed":
+                self.failures.append(event)
+                self.answered += 1
+            case "round":
+                self._take_round(event)
+            case "refused":
+                self.refusal = str(event.get("reason", ""))
+            case "end":
+                self.status = str(event.get("status", ""))
+                self.reason = str(event.get("reason", ""))
+
+    def _take_round(self, event: Event) -> None:
+        now = _when(event)
+        if event.get("round"):  # round 0 is the untouched model
+            taken = float(event["seconds"]) if _has(event) else now - (self.turned or now)
+            self.round_seconds.append(taken)
+            self.turned = now
+            event = {**event, "seconds": taken}
+        self.rounds.append(event)
+
+    @property
+    def total_rounds(self) -> int:
+        """How many rounds the run will have."""
+        return int(self.start.get("rounds", 0))
+
+    def seconds_left(self) -> float | None:
+        """Estimate from the rounds done; none before the first."""
+        if not self.round_seconds or not self.total_rounds:
+            return None
+        mean = sum(self.round_seconds) / len(self.round_seconds)
+        left = self.total_rounds - int(self.rounds[-1]["round"])
+        return max(0.0, mean * left - min(time.time() - self.turned, mean))
+
+    def client(self, partition: object) -> str:
+        """Name a client by its partition, and by its data if that is known."""
+        names = {node.get("partition"): str(node.get("name", "")) for node in self.nodes}
+        return " ".join(filter(None, [f"client {partition}", names.get(partition, "")]))
+
+
+def show(path: Path, console: Console, stopped: Callable[[], bool], picture: Picture) -> None:
+    """Show the events of ``path`` until ``stopped()``, keeping ``picture`` up to date."""
+    if not console.is_terminal:
+        for event in follow(path, stopped):
+            _take_and_say(event, picture, console, plain=True)
+        return
+    with Live(console=console, get_renderable=lambda: render(picture), refresh_per_second=4):
+        for event in follow(path, stopped):
+            _take_and_say(event, picture, console, plain=False)
+
+
+def _take_and_say(event: Event, picture: Picture, console: Console, *, plain: bool) -> None:
+    picture.take(event)
+    failed = event["event"] == "client-failed"
+    for line in plain_lines(event, picture) if plain or failed else ():
+        say(console, line)
+    if failed and len(picture.failures) == 1 and event.get("traceback"):
+        say(console, str(event["traceback"]).rstrip())
+
+
+def say(console: Console, line: str) -> None:
+    """Print a line as it is: no markup, no highlighting, no wrapping."""
+    console.print(Text(line), soft_wrap=True)
+
+
+def plain_lines(event: Event, picture: Picture) -> list[str]:
+    """Say one event in words. What ends a run is left to whoever started it."""
+    where = f"round {event.get('round', 0)}/{picture.total_rounds or '?'}"
+    match event["event"]:
+        case "start":
+            facts = [f"{event.get('method')}: {event.get('rounds')} rounds"]
+            facts += [f"{event.get('clients')} clients", f"seed {event.get('seed')}"]
+            return [", ".join(facts)]
+        case "nodes":
+            return [_node_line(node, picture) for node in picture.nodes]
+        case "phase":
+            return [f"{where}: {event.get('phase')}, {event.get('clients')} clients"]
+        case "reply":
+            return [f"{where}: {picture.client(event.get('partition'))} {_reply(event)}"]
+        case "client-failed":
+            who, what = picture.client(event.get("partition")), event.get("phase")
+            reason = " ".join(str(event.get("reason", "")).split())
+            return [f"{where}: {who} failed in {what}: {reason}"]
+        case "round":
+            event = picture.rounds[-1] if picture.rounds else event
+            left = picture.seconds_left()
+            tail = "" if left is None else f", {duration(left)} left"
+            return [f"{where}: {', '.join(round_facts(event))}{tail}"]
+    return []
+
+
+def round_facts(row: Event) -> list[str]:
+    """Say what a round brought, leaving out what was not measured."""
+    facts = [f"train loss {row['train-loss']:.3f}"] if _has(row, "train-loss") else []
+    facts += [f"gold CE {row['gold-ce']:.3f}"] if _has(row, "gold-ce") else []
+    facts += [f"accuracy {row['accuracy']:.1%}"] if _has(row, "accuracy") else []
+    facts += [f"{size(row['bytes-down'])} down"] if _has(row, "bytes-down") else []
+    facts += [f"{size(row['bytes-up'])} up"] if _has(row, "bytes-up") else []
+    facts += [duration(row["seconds"])] if _has(row) else []
+    return facts + ([f"{row['failed']} failed"] if row.get("failed") else [])
+
+
+def render(picture: Picture) -> RenderableType:
+    """Draw the live display."""
+    start = picture.start
+    title = "starting Flower and Ray"
+    if start:
+        title = (
+            f"{start.get('method')}   {start.get('rounds')} rounds   {start.get('clients')} clients"
+            f"   seed {start.get('seed')}"
+        )
+    parts: list[RenderableType] = [Text(title, style="bold")]
+    parts += [_node_table(picture)] if picture.nodes else []
+    parts += [_round_table(picture)] if picture.rounds else []
+    return Group(*parts, Text(_status_line(picture)))
+
+
+def _status_line(picture: Picture) -> str:
+    facts = []
+    if phase := picture.phase:
+        facts = [f"round {phase.get('round')}/{picture.total_rounds}", str(phase.get("phase"))]
+        facts += [f"{picture.answered}/{phase.get('clients')} answered"]
+    facts += [f"{len(picture.failures)} failures"] if picture.failures else []
+    facts += [f"elapsed {duration(time.time() - picture.began)}"]
+    left = picture.seconds_left()
+    return "   ".join(facts + ([] if left is None else [f"left {duration(left)}"]))
+
+
+def _node_table(picture: Picture) -> Table:
+    table = Table("client", "train rows", "test rows", "placement", box=None, pad_edge=False)
+    for node in picture.nodes[:NODES_SHOWN]:
+        who = Text(picture.client(node.get("partition")))
+        table.add_row(who, str(node.get("train")), str(node.get("test")), Text(_placement(node)))
+    if (hidden := len(picture.nodes) - NODES_SHOWN) > 0:
+        table.add_row(f"and {hidden} more")
+    return table
+
+
+def _round_table(picture: Picture) -> Table:
+    heads = ("round", "train loss", "gold CE", "accuracy", "down", "up", "time", "failed")
+    table = Table(*heads, box=None, pad_edge=False)
+    for row in picture.rounds[-ROUNDS_SHOWN:]:
+        table.add_row(
+            str(row.get("round")),
+            f"{row['train-loss']:.3f}" if _has(row, "train-loss") else "",
+            f"{row['gold-ce']:.3f}" if _has(row, "gold-ce") else "",
+            f"{row['accuracy']:.1%}" if _has(row, "accuracy") else "",
+            size(row["bytes-down"]) if _has(row, "bytes-down") else "",
+            size(row["bytes-up"]) if _has(row, "bytes-up") else "",
+            duration(row["seconds"]) if _has(row) else "",
+            str(row.get("failed", "")),
+        )
+    return table
+
+
+def _node_line(node: Event, picture: Picture) -> str:
+    rows = f"{node.get('train')} train rows, {node.get('test')} test rows"
+    return f"{picture.client(node.get('partition'))}: {rows}, {_placement(node)}"
+
+
+def _placement(node: Event) -> str:
+    device, visible = str(node.get("device", "?")), str(node.get("visible-gpus", ""))
+    return f"{device} (GPUs {visible})" if visible else device
+
+
+def _reply(event: Event) -> str:
+    facts = [f"answered {event.get('phase')}"]
+    facts += [f"in {duration(event['seconds'])}"] if _has(event) else []
+    return " ".join(facts) + (f", loss {event['loss']:.3f}" if _has(event, "loss") else "")
+
+
+def _when(event: Event) -> float:
+    try:
+        return datetime.fromisoformat(str(event.get("time"))).timestamp()
+    except ValueError:  # not said: then it is now
+        return time.time()
+
+
+def _has(row: Event, key: str = "seconds") -> bool:
+    return isinstance(row.get(key), int | float)
+
+
+def size(count: float) -> str:
+    """Say a number of bytes.
+
+    >>> size(123), size(4_600_000)
+    ('123 B', '4.6 MB')
+    """
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000 or unit == "GB":
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    raise AssertionError("unreachable")
+
+
+def duration(seconds: float) -> str:
+    """Say a time.
+
+    >>> duration(9.94), duration(75), duration(7300)
+    ('9.9 s', '1 min 15 s', '2 h 1 min')
+    """
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"

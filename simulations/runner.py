@@ -1,0 +1,322 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One recipe from its checks to its report: ``run_recipe`` is what ``fedloom run`` does.
+
+The exit code is the truth: 0 completed, 1 failed, 2 the input was refused, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import logging
+import os
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from fedloom.config import RunConfig
+from fedloom.errors import Refusal, nearest
+from fedloom.simulations.progress import Picture, duration, round_facts, say, show
+from fedloom.simulations.superlink import (
+    LocalSuperLink,
+    SuperLinkError,
+    federation_config,
+    toml_lines,
+    write_app,
+)
+
+if TYPE_CHECKING:
+    from fedloom.data.partition import Partition
+
+COMPLETED, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
+
+
+def run_recipe(config: RunConfig, *, runtime: str = "ray") -> int:
+    """Run a recipe to its end, show how it goes, and return the command's exit code.
+
+    Parameters
+    ----------
+    config
+        The recipe.
+    runtime
+        ``ray``: Flower's simulation on a SuperLink of our own; ``inprocess``: this process.
+    """
+    console, errors = Console(), Console(stderr=True)
+    try:
+        config = with_absolute_paths(config)
+        preflight(config, runtime)
+        config, folder = take_folder(config, console)
+        return _run_in(folder, config, runtime, console, errors)
+    except Refusal as refusal:
+        say(errors, f"fedloom: {refusal}")
+        return REFUSED
+    except KeyboardInterrupt:
+        say(errors, "fedloom: interrupted")
+        return INTERRUPTED
+
+
+def preflight(config: RunConfig, runtime: str | None = None) -> None:
+    """Refuse what can be seen to be wrong before any process starts; the dearest check comes last.
+
+    Parameters
+    ----------
+    config
+        The recipe, with absolute paths.
+    runtime
+        Where the clients will run on this machine; none if they run elsewhere. Then a coordinator
+        without torch cannot look at the model, and leaves that to the nodes.
+
+    Raises
+    ------
+    Refusal
+        Saying what to change.
+    """
+    if runtime is not None:
+        _check_runtime(config, runtime)
+    from fedloom.models.sources import locate, parse_source
+
+    source = parse_source(config.model.source)
+    partition = partition_of(config)
+    if config.clients.count > len(partition.clients):
+        raise Refusal(
+            f"clients.count = {config.clients.count}: {config.data.task} has"
+            f" {len(partition.clients)} clients; lower clients.count"
+        )
+    if config.data.manifest:
+        _read_manifest(Path(config.data.manifest)).check_same(partition)
+    if importlib.util.find_spec("torch") is not None:
+        locate(source)
+
+
+def partition_of(config: RunConfig) -> Partition:
+    """Read the recipe's questions and deal them out to its clients."""
+    from fedloom.data.partition import make_partition
+    from fedloom.data.questions import load_questions
+
+    data = config.data
+    return make_partition(
+        load_questions(data.source),
+        source=data.source,
+        seed=config.seed,
+        max_train=data.max_train,
+        max_test=data.max_test,
+        test_share=data.test_share,
+        min_train=data.min_train,
+        min_test=data.min_test,
+    )
+
+
+def with_absolute_paths(config: RunConfig) -> RunConfig:
+    """Resolve the recipe's paths here, as the server and the clients work in other folders."""
+
+    def resolved(source: str) -> str:
+        kind, colon, name = source.partition(":")
+        return f"{kind}:{_absolute(name)}" if colon and kind in ("path", "gguf") else source
+
+    manifest = config.data.manifest
+    return config.replaced(
+        output=_absolute(config.output),
+        model__source=resolved(config.model.source),
+        data__source=resolved(config.data.source),
+        data__manifest=_absolute(manifest) if manifest else "",
+    )
+
+
+def take_folder(config: RunConfig, console: Console) -> tuple[RunConfig, Path]:
+    """Make the run's folder and write its recipe there; nothing that exists is overwritten."""
+    output = Path(config.output)
+    name, number = config.name, 2
+    try:
+        while _taken(output / name):
+            name, number = f"{config.name}-{number}", number + 1
+        folder = output / name
+        if name != config.name:
+            say(console, f"{output / config.name} is not empty: this run goes to {folder}")
+        config = config.replaced(name=name, output=str(output))
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.toml").write_text(toml_lines(config.flat()), encoding="utf-8")
+    except OSError as error:
+        raise Refusal(f"output = {output}: {error.strerror}; expected a folder to write to") from (
+            error
+        )
+    return config, folder
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).expanduser().absolute())
+
+
+def _taken(folder: Path) -> bool:
+    return folder.exists() and not (folder.is_dir() and not any(folder.iterdir()))
+
+
+def _check_runtime(config: RunConfig, runtime: str) -> None:
+    if runtime not in _RUNTIMES:
+        hint = nearest(runtime, _RUNTIMES)
+        raise Refusal(f'--runtime "{runtime}": expected ray or inprocess{hint}')
+    if importlib.util.find_spec("torch") is None:
+        raise Refusal("clients that run here need torch: pip install 'fedloom[node]'")
+    if runtime != "ray":
+        return
+    if importlib.util.find_spec("ray") is None:
+        raise Refusal(
+            "runtime ray needs Ray: pip install 'fedloom[simulation]', or take --runtime inprocess"
+        )
+    clients = config.clients
+    machine = clients.total_cpus or os.cpu_count() or 1
+    if clients.cpus > machine:  # Ray would start and then find no room for a single client
+        raise Refusal(f"clients.cpus = {clients.cpus}: Ray is told of {machine} CPUs; lower it")
+    if 0 < clients.total_gpus < clients.gpus:
+        raise Refusal(
+            f"clients.gpus = {clients.gpus}: clients.total-gpus = {clients.total_gpus} leaves no"
+            " room for one client; lower clients.gpus"
+        )
+
+
+def _read_manifest(path: Path) -> Partition:
+    from fedloom.data.partition import Partition
+
+    try:
+        return Partition.from_json(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise Refusal(f"data.manifest {path}: {error.strerror}; expected a manifest") from error
+    except UnicodeDecodeError as error:
+        raise Refusal(f"data.manifest {path} is not text: expected a manifest") from error
+
+
+def _run_in(
+    folder: Path, config: RunConfig, runtime: str, console: Console, errors: Console
+) -> int:
+    events = folder / "events.jsonl"
+    picture = Picture()
+    try:
+        with _terminable(), _shown(events, console, picture):
+            reason = _RUNTIMES[runtime](config, folder, picture)
+    except (KeyboardInterrupt, Refusal) as cut:
+        _close_events(events, picture, str(cut) or "interrupted")
+        raise
+    if picture.refusal:
+        _close_events(events, picture, picture.refusal)
+        raise Refusal(picture.refusal)
+    if not reason and picture.status != "completed":
+        reason = picture.reason or "the server ended without saying that the run was complete"
+    if reason:
+        _close_events(events, picture, reason)
+        say(errors, f"fedloom: run failed: {reason}")
+        say(errors, f"all that is known is in {folder}")
+        return FAILED
+    _conclude(folder, picture, console)
+    return COMPLETED
+
+
+def _run_on_ray(config: RunConfig, folder: Path, picture: Picture) -> str:
+    """Run on a SuperLink of our own; return why it failed, or nothing."""
+    try:
+        with LocalSuperLink(folder / "superlink.log") as link:
+            app = write_app(link.folder / "app", config)
+            run = link.submit(app, federation=federation_config(config))
+            status, details = link.wait(run, lambda: bool(picture.status or picture.refusal))
+            completed = status == "finished:completed"
+            if not completed or picture.failures or picture.status != "completed":
+                (folder / "run.log").write_text(link.run_log(run), encoding="utf-8")
+    except SuperLinkError as error:
+        return str(error)
+    return "" if completed else picture.reason or details or status
+
+
+def _run_here(config: RunConfig, folder: Path, picture: Picture) -> str:
+    """Run in this process; return why it failed, or nothing."""
+    from fedloom.simulations.inprocess import run_in_process
+
+    log = folder / "run.log"
+    try:
+        with _flower_logging_to(log):
+            run_in_process(config)
+    except Refusal:
+        raise
+    except Exception as error:  # whatever went wrong in the run is its outcome, kept in full
+        with log.open("a", encoding="utf-8") as handle:
+            handle.write(traceback.format_exc())
+        return picture.reason or f"{type(error).__name__}: {error}"
+    return ""
+
+
+@contextlib.contextmanager
+def _flower_logging_to(path: Path) -> Iterator[None]:
+    """Send Flower's own log to a file, as on Ray, instead of through the display."""
+    logger, handler = logging.getLogger("flwr"), logging.FileHandler(path, encoding="utf-8")
+    before = logger.handlers[:]
+    logger.handlers[:] = [handler]
+    try:
+        yield
+    finally:
+        logger.handlers[:] = before
+        handler.close()
+
+
+_RUNTIMES: dict[str, Callable[[RunConfig, Path, Picture], str]] = {
+    "ray": _run_on_ray,
+    "inprocess": _run_here,
+}
+
+
+@contextlib.contextmanager
+def _shown(events: Path, console: Console, picture: Picture) -> Iterator[None]:
+    over = threading.Event()
+    thread = threading.Thread(target=show, args=(events, console, over.is_set, picture))
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """Let SIGTERM and a closed terminal unwind like Ctrl-C, so that nothing is left running."""
+
+    def unwind(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    wanted = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
+    before = {number: signal.signal(number, unwind) for number in wanted}  # nohup stays in force
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _close_events(events: Path, picture: Picture, reason: str) -> None:
+    """Write the ``end`` that a dead server could not."""
+    if picture.status:
+        return
+    before = events.read_bytes() if events.exists() else b""
+    torn = "" if before.endswith(b"\n") or not before else "\n"
+    row = {"event": "end", "status": "failed", "reason": reason}
+    with events.open("a", encoding="utf-8") as handle:
+        handle.write(f"{torn}{json.dumps(row)}\n")
+
+
+def _conclude(folder: Path, picture: Picture, console: Console) -> None:
+    last = picture.rounds[-1] if picture.rounds else {}
+    facts = [f"{last.get('round', 0)} rounds", *round_facts({**last, "seconds": None})]
+    say(console, f"completed in {duration(time.time() - picture.began)}: {', '.join(facts)}")
+    from fedloom.simulations.report import write_report
+
+    try:
+        say(console, f"report: {write_report(folder)}")
+    except Refusal as refusal:  # the run is good; it only cannot be drawn here
+        say(console, f"results: {folder}; no report: {refusal}")

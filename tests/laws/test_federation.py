@@ -1,0 +1,285 @@
+"""DESIGN 4's laws of federation, on the real apps over a tiny model, every message serialised."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Message
+from flwr.clientapp import ClientApp
+from flwr.common.serde import recorddict_to_proto
+from flwr.serverapp.exception import AggregationError
+from safetensors.numpy import load_file
+
+from fedloom import border, seeds
+from fedloom.clients.bridge import serve
+from fedloom.clients.fednl import FedNLClient
+from fedloom.clients.workbench import holdings, workbench
+from fedloom.data.prompts import prompt
+from fedloom.data.questions import load_questions
+from fedloom.errors import Refusal
+from fedloom.simulations import client_app, server_app
+from fedloom.simulations.inprocess import InProcessGrid, run_in_process, serve_on
+from fedloom.training import train_locally
+
+METRICS_THAT_MAY_LEAVE = {
+    "num-examples", "steps", "tokens", "loss", "loss-first", "loss-last", "seconds",
+    "gate-mean", "gate-min", "gate-max", "gpu", "pid", "base-loads",
+    "correct", "first-token-correct",
+    "gold-ce-sum", "gold-ce-sq-sum", "letter-ce-sum", "letter-ce-sq-sum",
+}  # fmt: skip
+
+
+def rows(folder: Path, kind: str) -> list[dict]:
+    return [json.loads(line) for line in (folder / f"{kind}.jsonl").read_text().splitlines()]
+
+
+def adapter_of(config) -> dict[str, np.ndarray]:
+    folder = Path(config.output) / config.name / "adapter"
+    return load_file(folder / "adapter_model.safetensors") | load_file(
+        folder / "memory.safetensors"
+    )
+
+
+def equal(a: dict, b: dict) -> bool:
+    return a.keys() == b.keys() and all(
+        (a[n].view(np.uint8) == b[n].view(np.uint8)).all() for n in a
+    )
+
+
+class Recorder(InProcessGrid):
+    """The in-process grid, keeping what crossed it."""
+
+    def __init__(self, *args) -> None:
+        super().__init__(*args)
+        self.sent, self.answered = [], []
+
+    def _deliver(self, name: str, message: Message) -> Message:
+        reply = super()._deliver(name, message)
+        self.sent.append(message)
+        self.answered.append(reply)
+        return reply
+
+
+def recorded(config) -> Recorder:
+    grid = Recorder(client_app.app, config.clients.count, config.flat())
+    serve_on(grid, server_app.app, config)
+    return grid
+
+
+def test_same_seed_gives_the_same_bits_and_another_seed_does_not(recipe):
+    runs = [recipe(name=n, seed=s) for n, s in (("a", 0), ("b", 0), ("c", 1))]
+    for config in runs:
+        run_in_process(config)
+    a, b, c = map(adapter_of, runs)
+    assert equal(a, b)
+    assert not equal(a, c)
+
+
+def test_sampling_depends_on_seed_and_round_alone(recipe):
+    config = recipe(sampling__fraction=0.4, rounds=3)
+    chosen = []
+    for name in ("a", "b"):
+        run_in_process(config.replaced(name=name))
+        events = rows(Path(config.output) / name, "metrics")
+        chosen.append([(r["round"], r["partition"]) for r in events if r["phase"] == "train"])
+    assert chosen[0] == chosen[1]
+    assert len(chosen[0]) == 6
+    assert len({p for _, p in chosen[0]}) > 2  # not the same two each round
+
+
+def test_one_client_is_central_training_step_for_step(recipe):
+    config = recipe(clients__count=1, rounds=3)
+    run_in_process(config)
+    bench = workbench(config)
+    bench.adapter.reset()
+    client = _lone_client(config)
+    for server_round in (1, 2, 3):
+        train_locally(
+            bench.adapter,
+            client._rows(bench)[0],
+            lambda batch: client._loss(bench, batch),
+            lambda row: len(row.prompt_ids),
+            config.train,
+            seed=seeds.split(config.seed, server_round, 0, "training"),
+        )
+    assert equal(adapter_of(config), bench.adapter.arrays())
+
+
+def _lone_client(config) -> FedNLClient:
+    return FedNLClient(InProcessGrid(client_app.app, 1, config.flat())._contexts[1000])
+
+
+def test_frozen_weights_are_bit_identical_after_a_run(recipe):
+    config = recipe()
+    model = workbench(config).base.model
+    trained = set(map(id, workbench(config).adapter.parameters().values()))
+    before = {n: p.clone() for n, p in model.named_parameters() if id(p) not in trained}
+    run_in_process(config)
+    after = dict(model.named_parameters())
+    assert len(before) > 20
+    assert all(torch.equal(after[name], array) for name, array in before.items())
+
+
+def test_messages_hold_the_manifests_arrays_and_nothing_else(recipe):
+    """Allow-list on the bytes: no memory state, no optimiser moments, no text, no token ids."""
+    config = recipe()
+    grid = recorded(config)
+    manifest = workbench(config).manifest
+    texts = [word for q in load_questions(config.data.source) for word in (q.question, prompt(q))]
+    for message in (*grid.sent, *grid.answered):
+        content = message.content
+        for record in content.array_records.values():
+            named = border.unpack_arrays(record)
+            if named:  # a frozen evaluation carries none
+                manifest.check_arrays(named)
+        for record in content.metric_records.values():
+            assert {k.removeprefix("local-") for k in record} <= METRICS_THAT_MAY_LEAVE
+            assert all(isinstance(value, int | float) for value in record.values())
+        wire = recorddict_to_proto(content).SerializeToString()
+        assert not any(text.encode() in wire for text in texts)
+    assert all(
+        set(m.content.config_records) == set()
+        for m in grid.answered
+        if m.metadata.message_type.startswith(("train", "evaluate"))
+    )
+
+
+def test_ledger_equals_the_serialised_bytes(recipe):
+    config = recipe(sampling__fraction=0.5)
+    grid = recorded(config)
+    size = lambda m: len(recorddict_to_proto(m.content).SerializeToString())  # noqa: E731
+    weighed = rows(Path(config.output) / config.name, "ledger")
+    for direction, messages in (("down", grid.sent), ("up", grid.answered)):
+        kept = [m for m in messages if "properties" not in m.metadata.message_type]
+        entries = [row for row in weighed if row["direction"] == direction]
+        assert sum(row["bytes"] for row in entries) == sum(map(size, kept))
+    values = [r for r in weighed if r["dtype"] == "float32" and r["phase"] == "train"]
+    assert {row["bytes"] for row in values} == {workbench(config).manifest.nbytes()}
+
+
+def test_share_memory_keeps_lora_at_home_and_apart(recipe):
+    config = recipe(share="memory", rounds=2)
+    grid = recorded(config)
+    folder = Path(config.output) / config.name / "adapter"
+    assert not (folder / "adapter_model.safetensors").exists()
+    assert all(".memory." in name for name in load_file(folder / "memory.safetensors"))
+    kept = [
+        border.unpack_arrays(c.state.array_records["arrays-at-home"])
+        for c in grid._contexts.values()
+    ]
+    assert all(".lora_" in name for name in kept[0])
+    for other in kept[1:]:
+        assert not equal(kept[0], other)  # each client's own, never the next one's
+
+
+def test_a_client_that_never_trained_can_join_with_theta_alone(recipe):
+    """The last round's evaluation scores every client, also those never drawn."""
+    config = recipe(sampling__fraction=0.2, rounds=1)
+    run_in_process(config)
+    metrics = rows(Path(config.output) / config.name, "metrics")
+    trained = {r["partition"] for r in metrics if r["phase"] == "train"}
+    scored = {r["partition"] for r in metrics if r["phase"] == "evaluate"}
+    assert len(trained) == 1
+    assert scored == {0, 1, 2, 3, 4}
+
+
+def test_training_moves_the_gates_and_they_are_reported(recipe):
+    config = recipe(train__memory_learning_rate=0.05)
+    run_in_process(config)
+    metrics = rows(Path(config.output) / config.name, "metrics")
+    start = 1 / (1 + np.exp(3))
+    last = [r for r in metrics if r["phase"] == "train" and r["round"] == 2]
+    assert all(r["gate-max"] > start + 0.001 and r["gate-min"] < start - 0.001 for r in last)
+
+
+class _Flaky(FedNLClient):
+    """Raises or poisons, by partition."""
+
+    def fit(self, parameters, config):
+        if self.partition_id == 1:
+            raise RuntimeError("this node is out of order")
+        arrays, examples, metrics = super().fit(parameters, config)
+        if self.partition_id == 2:
+            arrays[0] = np.full_like(arrays[0], np.nan)
+        if self.partition_id == 3:
+            arrays[0] = arrays[0][:1]
+        if self.partition_id == 4:
+            examples = 0
+        return arrays, examples, metrics
+
+
+def test_bad_clients_are_named_and_dropped_and_the_round_goes_on(recipe):
+    app = ClientApp()
+    serve(app, _Flaky, action="fednl")
+    config = recipe(rounds=1)
+    run_in_process(config, app)
+    events = rows(Path(config.output) / config.name, "events")
+    failed = {e["partition"]: e["reason"] for e in events if e["event"] == "client-failed"}
+    assert failed.keys() == {1, 2, 3, 4}
+    assert "out of order" in failed[1]
+    assert "not finite" in failed[2]
+    assert "was expected" in failed[3]
+    assert "positive number of examples" in failed[4]
+    assert sum("Traceback" in e.get("traceback", "") for e in events) == 1
+    alone = recipe(rounds=1, name="alone", clients__count=1)
+    run_in_process(alone)
+    assert equal(adapter_of(config), adapter_of(alone))  # what client 0 trained, untouched
+
+
+def test_too_few_good_replies_end_the_run(recipe):
+    app = ClientApp()
+    serve(app, _Flaky, action="fednl")
+    config = recipe(rounds=1, sampling__min_nodes=2)
+    with pytest.raises(AggregationError, match="1 usable replies, at least 2"):
+        run_in_process(config, app)
+    events = rows(Path(config.output) / config.name, "events")
+    assert (events[-1]["event"], events[-1]["status"]) == ("end", "failed")
+
+
+def test_all_clients_raising_ends_the_run(recipe):
+    config = recipe(train__learning_rate=1e38, train__max_steps=3)
+    with pytest.raises(AggregationError, match="0 usable replies"):
+        run_in_process(config)
+
+
+def test_order_of_replies_does_not_matter(recipe):
+    class Backwards(InProcessGrid):
+        def push_messages(self, messages):
+            return super().push_messages(reversed(list(messages)))
+
+    config = recipe(rounds=2)
+    run_in_process(config.replaced(name="forwards"))
+    grid = Backwards(client_app.app, 5, config.flat())
+    serve_on(grid, server_app.app, config.replaced(name="backwards"))
+    assert equal(
+        adapter_of(config.replaced(name="forwards")), adapter_of(config.replaced(name="backwards"))
+    )
+
+
+def test_a_node_of_another_recipe_is_refused(recipe):
+    config = recipe()
+    grid = InProcessGrid(client_app.app, 5, config.replaced(lora__rank=2).flat())
+    with pytest.raises(Refusal, match="differs in recipe"):
+        serve_on(grid, server_app.app, config)
+    events = rows(Path(config.output) / config.name, "events")
+    assert events[-1]["event"] == "refused"
+
+
+def test_a_partition_that_does_not_exist_is_refused(recipe):
+    with pytest.raises(Refusal, match="5 clients, 0 to 4"):
+        run_in_process(recipe(clients__count=6))
+
+
+def test_a_different_partition_manifest_is_refused(recipe, tmp_path):
+    config = recipe()
+    _, partition = holdings(config.data, seed=99)
+    (tmp_path / "other.json").write_text(partition.to_json())
+    with pytest.raises(Refusal, match="partitions differ in seed"):
+        run_in_process(config.replaced(data__manifest=str(tmp_path / "other.json")))
+    _, own = holdings(config.data, seed=config.seed)
+    (tmp_path / "own.json").write_text(own.to_json())
+    run_in_process(config.replaced(data__manifest=str(tmp_path / "own.json"), name="own", rounds=1))
