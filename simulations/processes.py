@@ -51,7 +51,10 @@ def _from_proc() -> dict[int, Entry]:
 
 
 def marked(mark: str) -> set[int]:
-    """Return the processes whose environment holds ``NAME=value``; empty where none can be read."""
+    """Return the processes whose environment holds ``NAME=value``; none where it cannot be read.
+
+    A process that renames itself, as Ray's do, may have lost it: parents are the first means.
+    """
     found: set[int] = set()
     for folder in PROC.iterdir() if PROC.is_dir() else ():
         if folder.name.isdigit():

@@ -56,6 +56,11 @@ ENVIRONMENT = {
 }
 # A foreign Ray cluster would take the run; forced colour would end up inside flwr's JSON.
 UNWANTED = ("RAY_ADDRESS", "FORCE_COLOR", "TTY_COMPATIBLE", "FLWR_INTERNAL_GRPC_CONTROL_API")
+# On Linux the SuperLink is told to end when we are killed without a chance to end it ourselves;
+# its own children watch it.  1 is PR_SET_PDEATHSIG, 15 is SIGTERM, and exec keeps the setting.
+TETHER = (
+    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execv(sys.argv[1], sys.argv[1:])"
+)
 # Ray puts Unix sockets below its folder, and their path may not be longer than about 107 bytes.
 RAY_FOLDER_CHARACTERS = 40
 
@@ -277,6 +282,8 @@ class LocalSuperLink:
         # No --database: the state stays in memory, where 100 MB payloads are no trouble.
         command = [tool("flower-superlink"), "--insecure", "--simulation"]
         command += ["--host", "127.0.0.1", "--port", str(self.port)]
+        if sys.platform == "linux":
+            command = [sys.executable, "-c", TETHER, *command]
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
             # Ray's workers put the working folder before the app's: an empty one shadows nothing.
