@@ -20,7 +20,6 @@ from torch.autograd.function import once_differentiable
 
 RULES = ("explicit", "proximal", "hebbian")
 _PART = 1 << 17
-_LEAF = 16  # tokens; below this, substitution beats two more matmuls (benchmarks/delta_rule.py)
 
 
 def naive_delta_rule(
@@ -185,20 +184,23 @@ class _Chunkwise(torch.autograd.Function):
         M, V = S_MKV.shape[0], S_MKV.shape[-1]
         out = q_NBHGCK.new_empty(B, N, C, H, G, V).permute(1, 0, 3, 4, 2, 5)
         errors, states = out.new_empty(N, M, C, V), out.new_empty(N + 1, M, K, V)
-        inverses = []
+        inverses, eye = [], torch.eye(C, dtype=out.dtype, device=out.device)
         states[0] = S_MKV
         for part in _parts(N, M * C * K):
             q, k, j = _rows(q_NBHGCK[part], k_NBHCK[part], beta_NBHC[part])
-            X = _inverse(torch.bmm(k, j.mT).tril_(-1))
+            X = torch.linalg.solve_triangular(
+                torch.bmm(k, j.mT), eye, upper=False, unitriangular=True
+            )
             e = errors[part].flatten(0, 1)
             torch.bmm(X, v_NBHCV[part].reshape(-1, C, V), out=e)
             w = torch.bmm(X, k)
-            S = states[part.start : part.stop + 1].unbind()
-            steps = zip(*(x.split(M) for x in (w, j.mT, e)), S[:-1], S[1:], strict=True)
+            w_NMCK, jT_NMKC = w.view(-1, M, C, K), j.view(-1, M, C, K).mT
+            S, S_after = states[part], states[part.start + 1 : part.stop + 1]
+            steps = zip(w_NMCK, jT_NMKC, errors[part], S, S_after, strict=True)
             for w_n, jT_n, e_n, S_n, S_next in steps:
                 e_n.baddbmm_(w_n, S_n, alpha=-1)
                 torch.baddbmm(S_n, jT_n, e_n, out=S_next)
-            o = torch.bmm(q, states[part].flatten(0, 1)).baddbmm_(_scores(q, j, diagonal), e)
+            o = torch.bmm(q, S.flatten(0, 1)).baddbmm_(_scores(q, j, diagonal), e)
             out[part] = o.view(-1, B, H, G, C, V)
             inverses.append(X)
         ctx.save_for_backward(q_NBHGCK, k_NBHCK, beta_NBHC, errors, states, *inverses)
@@ -223,17 +225,15 @@ def _adjoint(ctx: Any, bar_out: Tensor, bar_S: Tensor) -> tuple[Tensor, ...]:
         e, S = errors[part].flatten(0, 1), states[part].flatten(0, 1)
         bar_o = bar_out[part].reshape(-1, G * C, V)
         bar_e = torch.bmm(X.mT, torch.bmm(_scores(q, j, ctx.diagonal).mT, bar_o))
-        z = torch.bmm(X.mT, j)
+        z_NMCK, kT_NMKC = torch.bmm(X.mT, j).view(-1, M, C, K), k.view(-1, M, C, K).mT
         flow = S.new_empty(part.stop - part.start + 1, M, K, V)  # dL/dS at the chunks' borders
         torch.bmm(q.mT, bar_o, out=flow[:-1].flatten(0, 1))
         flow[-1] = bar_S
-        steps = (
-            range(part.start, part.stop),
-            *(x.split(M) for x in (z, k.mT, bar_e)),
-            flow,
-            flow[1:],
+        numbers = range(part.start, part.stop)
+        steps = zip(
+            numbers, z_NMCK, kT_NMKC, bar_e.view(-1, M, C, V), flow[:-1], flow[1:], strict=True
         )
-        for n, z_n, kT_n, bar_e_n, before, after in reversed(list(zip(*steps, strict=False))):
+        for n, z_n, kT_n, bar_e_n, before, after in reversed(list(steps)):
             bar_e_n.baddbmm_(z_n, after)
             before.add_(after).baddbmm_(kT_n, bar_e_n, alpha=-1)
             if ctx.truncate and n and n % ctx.truncate == 0:
@@ -273,38 +273,8 @@ def _scores(rows_PRK: Tensor, j_PCK: Tensor, diagonal: int) -> Tensor:
     """Match each row with the tokens that it may see: those before it, and itself on diagonal 0."""
     C = j_PCK.shape[1]
     scores = torch.bmm(rows_PRK, j_PCK.mT)
-    scores.unflatten(1, (-1, C)).tril_(diagonal)
+    scores.view(-1, C, C).tril_(diagonal)  # G queries are G triangles
     return scores
-
-
-def _inverse(L_PCC: Tensor) -> Tensor:
-    """Invert I + L for strictly lower-triangular L: substitution in small blocks, then merges.
-
-    >>> L = torch.rand(3, 40, 40).tril(-1) / 10
-    >>> torch.allclose(_inverse(L) @ (torch.eye(40) + L), torch.eye(40), atol=1e-5)
-    True
-    """
-    C = L_PCC.shape[-1]
-    if C <= _LEAF:
-        return _substitute(L_PCC)
-    if C % 2:
-        return _inverse(torch.nn.functional.pad(L_PCC, (0, 1, 0, 1)))[:, :C, :C].contiguous()
-    h = C // 2
-    top, bottom = _inverse(torch.cat((L_PCC[:, :h, :h], L_PCC[:, h:, h:]))).chunk(2)
-    X = torch.zeros_like(L_PCC)
-    X[:, :h, :h], X[:, h:, h:] = top, bottom
-    X[:, h:, :h] = torch.bmm(bottom, torch.bmm(L_PCC[:, h:, :h], top)).neg_()
-    return X
-
-
-def _substitute(L_PCC: Tensor) -> Tensor:
-    """Invert I + L column after column, all blocks at once: the batch is the fast axis."""
-    L = L_PCC.permute(1, 2, 0).contiguous()
-    X = torch.zeros_like(L)
-    X.diagonal().fill_(1)
-    for c in range(L.shape[0] - 1):
-        X[c + 1 :, : c + 1].addcmul_(L[c + 1 :, c : c + 1], X[c : c + 1, : c + 1], value=-1)
-    return X.permute(2, 0, 1).contiguous()
 
 
 def _hebbian(
@@ -328,7 +298,7 @@ def _hebbian(
         states.append(S)
         S = S + write
     before = torch.stack(states) if states else S.new_zeros(0, *S.shape)
-    scores = (q @ j.mT).unflatten(2, (G, C)).tril(diagonal).flatten(2, 3)
+    scores = (q @ j.mT).view(N, M, G, C, C).tril(diagonal).flatten(2, 3)
     out = q @ before + scores @ v
     return out.view(N, B, H, G, C, V), S
 
@@ -338,8 +308,7 @@ def _cut(x: Tensor, C: int) -> Tensor:
     T = x.shape[1]
     if T % C:
         x = torch.nn.functional.pad(x, (0, 0) * (x.dim() - 2) + (0, -T % C))
-    x = x.unflatten(1, (x.shape[1] // C, C))
-    x = x.movedim(1, 0)  # N, B, C, H, ...
+    x = x.reshape(x.shape[0], x.shape[1] // C, C, *x.shape[2:]).movedim(1, 0)  # N, B, C, H, ...
     return x.movedim(2, 3) if x.dim() == 4 else x.movedim(2, -2)
 
 
