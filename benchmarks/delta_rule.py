@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from fedloom.ops import delta_rule, naive_delta_rule
+from fedloom.ops.delta_rule import delta_rule, naive_delta_rule
 
 SHAPES = {"3x64": (3, 64, 64), "2x128": (2, 128, 128)}  # heads x dim: heads, dim, chunk
 GEMM = 2048  # side of the square sgemm
@@ -84,7 +84,7 @@ def measure(
 ) -> dict[str, list[float]]:
     """Run everything in turns; a matmul stands beside each chunkwise run.
 
-    The recurrence gets one thread: its matmuls are too small to share, more threads only slow it.
+    The recurrence gets one thread: its products are a 64 x 64 matrix by a vector, too small to share.
     """
     times: dict[str, list[float]] = defaultdict(list)
     a = torch.randn(GEMM, GEMM)

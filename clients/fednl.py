@@ -13,12 +13,12 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from fedloom.clients.bridge import AdapterClient
-from fedloom.clients.workbench import Workbench, device, holdings, visible_gpus, workbench
 from flwr.app import Context
 from flwr.common import NDArrays
 
 from fedloom import __version__, border, seeds
+from fedloom.clients.bridge import AdapterClient
+from fedloom.clients.workbench import Workbench, device, holdings, visible_gpus, workbench
 from fedloom.config import RunConfig
 from fedloom.data.partition import client_rows
 from fedloom.data.prompts import Encoded, encode_question

@@ -16,6 +16,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from fedloom.errors import Refusal
+from fedloom.intervals import Interval
 from fedloom.simulations.findings import (
     CHANCE_CE,
     PHASES,
@@ -23,9 +25,6 @@ from fedloom.simulations.findings import (
     ReportData,
     report_data,
 )
-
-from fedloom.errors import Refusal
-from fedloom.intervals import Interval
 
 __all__ = ["ReportData", "report_data", "summary", "write_report"]
 
@@ -120,9 +119,10 @@ def _replace(path: Path, text: str) -> Path:
 
 def _page(data: ReportData) -> str:
     try:
-        from fedloom.simulations import figures  # matplotlib
         from jinja2 import Environment, StrictUndefined  # only a report needs these two
         from markupsafe import Markup
+
+        from fedloom.simulations import figures  # matplotlib
     except ImportError as error:
         raise Refusal(f"a report needs {error.name}: pip install 'fedloom[report]'") from error
     engine = Environment(

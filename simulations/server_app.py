@@ -9,11 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from fedloom.simulations.folder import RunFolder
-from fedloom.strategies.adapter_strategy import AdapterStrategy
-from fedloom.strategies.fednl import FedNL
-from fedloom.strategies.journal import Journal
-from fedloom.strategies.roster import ReplyStream, Roster, roll_call, wait_for_nodes
 from flwr.app import Context, Message
 from flwr.serverapp import Grid, ServerApp
 from numpy.typing import NDArray
@@ -21,6 +16,11 @@ from numpy.typing import NDArray
 from fedloom import __version__, border
 from fedloom.config import RunConfig
 from fedloom.errors import Refusal
+from fedloom.simulations.folder import RunFolder
+from fedloom.strategies.adapter_strategy import AdapterStrategy
+from fedloom.strategies.fednl import FedNL
+from fedloom.strategies.journal import Journal
+from fedloom.strategies.roster import ReplyStream, Roster, roll_call, wait_for_nodes
 from fedloom.wire import Manifest
 
 STRATEGIES: dict[str, type[AdapterStrategy]] = {"fednl": FedNL}

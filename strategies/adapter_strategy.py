@@ -13,8 +13,6 @@ from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
 import numpy as np
-from fedloom.strategies.journal import Journal
-from fedloom.strategies.roster import ReplyStream, Roster
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.exception import AggregationError
@@ -24,6 +22,8 @@ from numpy.typing import NDArray
 from fedloom import border
 from fedloom.config import RunConfig, Scalar
 from fedloom.errors import Refusal
+from fedloom.strategies.journal import Journal
+from fedloom.strategies.roster import ReplyStream, Roster
 from fedloom.wire import Arrays, Manifest, Update
 
 

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
-from fedloom.strategies.adapter_strategy import AdapterStrategy
 from numpy.typing import NDArray
 
 from fedloom import rules
+from fedloom.strategies.adapter_strategy import AdapterStrategy
 from fedloom.wire import Arrays, Update
 
 

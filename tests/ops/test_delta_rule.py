@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import normalize, pad
 
-from fedloom.ops import RULES, delta_rule, delta_step, naive_delta_rule
+from fedloom.ops.delta_rule import RULES, delta_rule, delta_step, naive_delta_rule
 
 NAMES = ("out", "state", "q", "k", "v", "beta", "S0")
 # Two orders of the same float64 sums; 1e-10 is the bound of specs/fednl.md section 7, and what is

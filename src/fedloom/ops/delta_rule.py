@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 RULES = ("explicit", "proximal", "hebbian")
-_PART = 1 << 17
+_PART = 1 << 17  # numbers an array of a part may hold, so that a part stays in cache (README.md)
 
 
 def naive_delta_rule(
@@ -39,8 +39,9 @@ def naive_delta_rule(
     _check(q, k, v, beta, state, rule)
     dtype, (q, k, v, beta, S) = q.dtype, _prepare(q, k, v, beta, state)
     out = []
-    for t in range(q.shape[1]):
-        o, S = _step(q[:, t], k[:, t], v[:, t], beta[:, t], S, rule, read_before_write)
+    # unbind, as the gradient of an index q[:, t] is as long as all of q
+    for q_t, k_t, v_t, beta_t in zip(*(x.unbind(1) for x in (q, k, v, beta)), strict=True):
+        o, S = _step(q_t, k_t, v_t, beta_t, S, rule, read_before_write)
         out.append(o)
     return (torch.stack(out, dim=1) if out else q.new_zeros(*q.shape[:-1], v.shape[-1])).to(
         dtype

@@ -1,0 +1,129 @@
+"""Whole runs through Flower on Ray, as a user starts them; minutes, not seconds."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import load_file
+
+from fedloom.config import RunConfig
+from fedloom.simulations.folder import recipe_text
+from fedloom.simulations.superlink import LocalSuperLink, federation_config
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parents[2]
+
+
+def fedloom(*arguments: str | Path, timeout: int = 900) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "fedloom.simulations", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+
+
+def write(recipe: RunConfig, path: Path) -> Path:
+    path.write_text(recipe_text(recipe))
+    return path
+
+
+def rows(folder: Path, kind: str) -> list[dict]:
+    return [json.loads(line) for line in (folder / f"{kind}.jsonl").read_text().splitlines()]
+
+
+def schedule(folder: Path) -> list[tuple]:
+    return [(r["round"], r["phase"], r["partition"]) for r in rows(folder, "metrics")]
+
+
+def test_ray_and_in_process_give_the_same_bits_and_schedule(recipe, tmp_path):
+    """One seed, three runs: twice on Ray, once in process."""
+    path = write(recipe(sampling__fraction=0.6, rounds=3), tmp_path / "r.toml")
+    for name, runtime in (("ray", "ray"), ("again", "ray"), ("here", "inprocess")):
+        done = fedloom("run", path, "--runtime", runtime, "--name", name)
+        assert done.returncode == 0, done.stdout + done.stderr
+    digests = {(tmp_path / n / "adapter/digest.txt").read_text() for n in ("ray", "again", "here")}
+    assert len(digests) == 1
+    assert schedule(tmp_path / "ray") == schedule(tmp_path / "again") == schedule(tmp_path / "here")
+    ledgers = [rows(tmp_path / n, "ledger") for n in ("ray", "here")]
+    values = [
+        [(r["round"], r["direction"], r["bytes"]) for r in ledger if r["dtype"] == "float32"]
+        for ledger in ledgers
+    ]
+    assert sorted(values[0]) == sorted(values[1])
+
+
+def test_base_loads_once_in_every_actor(recipe, tmp_path):
+    done = fedloom("run", write(recipe(rounds=3), tmp_path / "r.toml"))
+    assert done.returncode == 0, done.stderr
+    trained = [r for r in rows(tmp_path / "fednl", "metrics") if r["phase"] == "train"]
+    assert len(trained) == 15
+    assert {row["base-loads"] for row in trained} == {1}
+    assert len({row["pid"] for row in trained}) <= 2 + 1  # one actor a CPU
+
+
+def test_run_whose_clients_all_raise_exits_1_with_one_traceback(recipe, tmp_path):
+    broken = recipe(train__learning_rate=1e38, train__max_steps=3)
+    done = fedloom("run", write(broken, tmp_path / "r.toml"))
+    said = done.stdout + done.stderr
+    assert done.returncode == 1
+    assert said.count("Traceback (most recent call last)") == 1, said
+    assert "the training loss is nan" in said
+    assert "0 usable replies" in said
+
+
+def test_shares_of_gpus_spread_the_clients(recipe, tmp_path):
+    """Ray is told of two GPUs that are not there: bookkeeping is what is tested."""
+    spread = recipe(rounds=1, clients__gpus=0.5, clients__total_gpus=2, clients__total_cpus=4)
+    done = fedloom("run", write(spread, tmp_path / "r.toml"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    trained = [
+        r for r in rows(tmp_path / "fednl", "metrics") if r["phase"] in ("train", "evaluate")
+    ]
+    assert {row["gpu"] for row in trained if "gpu" in row} == {0, 1}
+    assert "GPU" in done.stdout
+
+
+def test_flwr_run_of_the_checkout_works(recipe, tmp_path):
+    """`flwr run . --run-config RECIPE`: the same run without our runner."""
+    config = recipe(rounds=1, name="by-flwr")
+    with LocalSuperLink(tmp_path / "superlink.log") as link:
+        run = link.submit(ROOT, config.flat(), federation_config(config))
+        status, details = link.wait(run)
+        assert status == "finished:completed", details + link.run_log(run)
+    assert rows(tmp_path / "by-flwr", "events")[-1]["status"] == "completed"
+
+
+def test_make_run_recipe_beats_the_frozen_model(tmp_path):
+    """SmolLM2-135M, real questions, five clients: what `make run` promises."""
+    done = fedloom("run", "fednl", "--output", tmp_path, timeout=1500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    folder = tmp_path / "fednl"
+    ce: dict[str, list[float]] = {"frozen": [], "evaluate": []}
+    for row in rows(folder, "metrics"):
+        if row["phase"] == "frozen" or (row["phase"] == "evaluate" and row["round"] == 3):
+            ce[row["phase"]].append(row["gold-ce-sum"] / row["num-examples"])
+    better = [after < before for before, after in zip(ce["frozen"], ce["evaluate"], strict=True)]
+    assert len(better) == 5
+    assert sum(better) >= 4
+    page = (folder / "report.html").read_text()
+    assert all(
+        name in page for name in ("Law/Ethics", "Humanities", "STEM", "Math/CS", "Med/Psych")
+    )
+
+
+def test_saved_adapter_loads_in_plain_peft(recipe, tmp_path):
+    import peft
+    import torch
+
+    from fedloom.models import tiny
+
+    done = fedloom("run", write(recipe(), tmp_path / "r.toml"), "--runtime", "inprocess")
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "fednl" / "adapter"
+    plain = peft.PeftModel.from_pretrained(tiny.build("llama"), folder)
+    saved = load_file(folder / "adapter_model.safetensors")
+    loaded = peft.get_peft_model_state_dict(plain)
+    assert loaded.keys() == saved.keys()
+    assert all(torch.equal(loaded[name], torch.from_numpy(saved[name])) for name in saved)
+    assert any(array.any() for name, array in saved.items() if "lora_B" in name)
