@@ -84,7 +84,7 @@ def measure(
 ) -> dict[str, list[float]]:
     """Run everything in turns; a matmul stands beside each chunkwise run.
 
-    The recurrence gets one thread: its products are a 64 x 64 matrix by a vector, too small to share.
+    The recurrence gets one thread: a 64 x 64 matrix by a vector is too small to share.
     """
     times: dict[str, list[float]] = defaultdict(list)
     a = torch.randn(GEMM, GEMM)

@@ -26,7 +26,7 @@ _RUN_ID = 1
 
 
 class InProcessGrid(Grid):
-    """Deliver a message to the ClientApp when its reply is pulled: one reply in memory at a time."""
+    """Let a client work when its reply is pulled: one reply in memory at a time."""
 
     def __init__(self, app: ClientApp, nodes: int, run_config: dict[str, Scalar]) -> None:
         # Flower's Message reads these; outside a Flower process nobody sets them.

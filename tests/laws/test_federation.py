@@ -241,7 +241,7 @@ def test_too_few_good_replies_end_the_run(recipe):
 
 
 def test_all_clients_raising_ends_the_run(recipe):
-    config = recipe(train__learning_rate=1e38, train__max_steps=3)
+    config = recipe(train__learning_rate=1e30, train__max_steps=3)
     with pytest.raises(AggregationError, match="0 usable replies"):
         run_in_process(config)
 

@@ -63,7 +63,7 @@ def test_base_loads_once_in_every_actor(recipe, tmp_path):
 
 
 def test_run_whose_clients_all_raise_exits_1_with_one_traceback(recipe, tmp_path):
-    broken = recipe(train__learning_rate=1e38, train__max_steps=3)
+    broken = recipe(train__learning_rate=1e30, train__max_steps=3)
     done = fedloom("run", write(broken, tmp_path / "r.toml"))
     said = done.stdout + done.stderr
     assert done.returncode == 1
