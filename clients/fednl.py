@@ -38,7 +38,7 @@ class FedNLClient(AdapterClient):
     def __init__(self, context: Context) -> None:
         super().__init__()
         self.context = context
-        self.config = RunConfig.from_flower(context.run_config)  # type: ignore[arg-type]
+        self.config = RunConfig.from_flower(context.run_config)
         self.partition_id = int(context.node_config["partition-id"])
 
     def get_properties(self, config: dict[str, Any]) -> dict[str, Any]:

@@ -31,7 +31,7 @@ app = ServerApp()  # a plain assignment: Flower looks for it by syntax
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     """Run a recipe; whatever happens, the folder's events say how it ended."""
-    config = RunConfig.from_flower(context.run_config)  # type: ignore[arg-type]
+    config = RunConfig.from_flower(context.run_config)
     folder = RunFolder.of(config)
     journal = Journal(folder.path)
     try:
@@ -116,17 +116,16 @@ def _initial_adapter(
     """Take the start from the first node; any other would send the same bytes."""
     partition = roster.partitions[0]
     request = Message(border.content(), roster.nodes[partition], "query.initial_adapter")
-    where = {"server_round": 0, "phase": "initial-adapter", "partition": partition}
-    journal.weigh(request.content, direction="down", **where)
+    where: dict[str, Any] = {"phase": "initial-adapter", "partition": partition}
+    journal.weigh(request.content, server_round=0, direction="down", **where)
     for reply in grid.send_and_receive([request]):
         if reply.has_error():
             reason, trace, refused = border.failure_reason(reply)
             if refused:
                 raise Refusal(reason)
-            told = {"round": 0, "phase": "initial-adapter", "partition": partition}
-            journal.event("client-failed", **told, reason=reason, traceback=trace)
+            journal.event("client-failed", round=0, **where, reason=reason, traceback=trace)
             raise RuntimeError(f"partition {partition} could not make the adapter: {reason}")
-        journal.weigh(reply.content, direction="up", **where)
+        journal.weigh(reply.content, server_round=0, direction="up", **where)
         said, arrays = border.config_of(reply.content), border.arrays_of(reply.content)
         manifest = Manifest.from_json(said["manifest"])
         manifest.check_arrays(arrays)

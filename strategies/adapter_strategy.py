@@ -116,7 +116,7 @@ class AdapterStrategy(Strategy):
         self._keep_rows(rows)
         weights = [row["num-examples"] for row in rows]
         self._train_loss = float(np.average([row["loss"] for row in rows], weights=weights))
-        return border.pack_arrays(folded), MetricRecord({"train-loss": self._train_loss})
+        return border.pack_arrays(folded), border.numbers({"train-loss": self._train_loss})
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -139,7 +139,7 @@ class AdapterStrategy(Strategy):
             return None
         rows = self._gather_scores(server_round, "evaluate", replies)
         self._announce_round(server_round, rows)
-        return MetricRecord(_macro(rows))
+        return border.numbers(_macro(rows))
 
     def summary(self) -> None:
         """Say nothing: the journal has it all."""
@@ -227,8 +227,8 @@ class AdapterStrategy(Strategy):
     def _weigh(
         self, records: Any, server_round: int, phase: str, direction: str, partition: int
     ) -> None:
-        where = {"server_round": server_round, "phase": phase, "partition": partition}
-        self.journal.weigh(records, direction=direction, **where)
+        where: dict[str, Any] = {"phase": phase, "partition": partition}
+        self.journal.weigh(records, server_round=server_round, direction=direction, **where)
 
     def _row(
         self, server_round: int, phase: str, partition: int, metrics: dict[str, Any]

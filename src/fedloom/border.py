@@ -18,7 +18,6 @@ from flwr.common.constant import ErrorCode
 from flwr.common.serde import recorddict_to_proto
 from numpy.typing import NDArray
 
-from fedloom.config import Scalar
 from fedloom.errors import Refusal
 from fedloom.wire import Arrays, Manifest, Update
 
@@ -42,27 +41,32 @@ def unpack_arrays(record: ArrayRecord) -> dict[str, NDArray[Any]]:
 
 def content(
     arrays: Arrays | None = None,
-    config: Mapping[str, Scalar] | None = None,
-    metrics: Mapping[str, int | float] | None = None,
+    config: Mapping[str, Any] | None = None,
+    metrics: Mapping[str, Any] | None = None,
 ) -> RecordDict:
-    """Build a message's content.
-
-    Raises
-    ------
-    TypeError
-        If a metric is no plain number: metrics are numbers and nothing else leaves as one.
-    """
+    """Build a message's content; metrics are plain numbers and nothing else leaves as one."""
     records = RecordDict()
     if arrays is not None:
         records[ARRAYS] = pack_arrays(arrays)
     if config is not None:
         records[CONFIG] = ConfigRecord(dict(config))
     if metrics is not None:
-        odd = {k: type(v).__name__ for k, v in metrics.items() if type(v) not in (int, float)}
-        if odd:
-            raise TypeError(f"metrics must be int or float, got {odd}")
-        records[METRICS] = MetricRecord(dict(metrics))
+        records[METRICS] = numbers(metrics)
     return records
+
+
+def numbers(metrics: Mapping[str, Any]) -> MetricRecord:
+    """Put plain numbers into a record.
+
+    Raises
+    ------
+    TypeError
+        If a value is no int or float.
+    """
+    odd = {k: type(v).__name__ for k, v in metrics.items() if type(v) not in (int, float)}
+    if odd:
+        raise TypeError(f"metrics must be int or float, got {odd}")
+    return MetricRecord(dict(metrics))
 
 
 def arrays_of(records: RecordDict) -> dict[str, NDArray[Any]]:

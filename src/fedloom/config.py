@@ -365,7 +365,7 @@ def _build(cls: type[Any], values: Mapping[str, Scalar], prefix: str) -> Any:
     for item in dataclasses.fields(cls):
         key, kind = prefix + _kebab(item.name), hints[item.name]
         if dataclasses.is_dataclass(kind):
-            made[item.name] = _build(kind, values, key + ".")
+            made[item.name] = _build(cast(type[Any], kind), values, key + ".")
         elif key in values:
             made[item.name] = float(values[key]) if kind is float else values[key]
     return cls(**made)

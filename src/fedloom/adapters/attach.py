@@ -105,7 +105,8 @@ class GraftedMemory(nn.Module):
             return seen
         if mask.dtype == torch.bool:
             return mask & seen
-        return mask.masked_fill(~seen, torch.finfo(mask.dtype).min)
+        narrowed: Tensor = mask.masked_fill(~seen, torch.finfo(mask.dtype).min)
+        return narrowed
 
     def _after(self, attention: nn.Module, _inputs: Any, output: Any) -> Any:
         """Mix the softmax branch with what the memory read."""

@@ -41,7 +41,7 @@ class MemoryState:
         return sum(x.numel() * x.element_size() for x in (self.S_BHDD, self.tail_BTHD))
 
 
-class MemoryCache(DynamicCache):
+class MemoryCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped here
     """Hugging Face's cache with a memory state for each layer, for decoding token by token."""
 
     def __init__(self, config: PreTrainedConfig) -> None:

@@ -30,6 +30,8 @@ class Tokenizer(Protocol):
     def decode(self, token_ids: Sequence[int]) -> str:
         """Turn token ids back into text."""
 
+    def __hash__(self) -> int: ...
+
 
 @dataclass(frozen=True)
 class ByteTokenizer:
