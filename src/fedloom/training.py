@@ -109,7 +109,7 @@ def _step(
     if not math.isfinite(value.item()):
         raise FloatingPointError(f"the training loss is {value.item()}; try a lower learning rate")
     optimiser.zero_grad(set_to_none=True)
-    value.backward()  # type: ignore[no-untyped-call]
+    value.backward()
     if clip_norm:
         torch.nn.utils.clip_grad_norm_(parameters, clip_norm)
     optimiser.step()

@@ -135,6 +135,7 @@ class GraftedMemory(nn.Module):
                 f"layer {self._index} continues a sequence ({past} tokens) without its memory:"
                 " pass cache=MemoryCache(model.config) from the first token on"
             )
+        read: Tensor
         rows, cut = self._shared.layout, self._shared.truncate_chunks
         if rows is None:
             read, state = self.delta(q, k, v, state, truncate_chunks=cut)
