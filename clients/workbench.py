@@ -49,11 +49,14 @@ class _Held:
     def get(self, config: RunConfig) -> Workbench:
         torch.set_num_threads(config.clients.threads)
         if self._bench is None or self._config != config:
-            if self._bench is not None:
-                self._bench.adapter.detach()
-                self._bench = None
+            self.release()
             self._bench, self._config = _build(config), config
         return self._bench
+
+    def release(self) -> None:
+        if self._bench is not None:
+            self._bench.adapter.detach()
+            self._bench = None
 
 
 def _build(config: RunConfig) -> Workbench:
@@ -72,8 +75,17 @@ def _build(config: RunConfig) -> Workbench:
     return Workbench(base, adapter, manifest)
 
 
-workbench = _Held().get
-"""``workbench(config)``: this process's workbench for a recipe, built on first use."""
+_HELD = _Held()
+
+
+def workbench(config: RunConfig) -> Workbench:
+    """Return this process's workbench for a recipe, built on first use."""
+    return _HELD.get(config)
+
+
+def release() -> None:
+    """Take the adapter off the process's base model, which is then as it was loaded."""
+    _HELD.release()
 
 
 def device(config: RunConfig) -> str:

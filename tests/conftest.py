@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from fedloom.clients.workbench import release
 from fedloom.config import RunConfig
 from fedloom.data import mmlu
 
@@ -61,5 +62,8 @@ def recipe(questions: Path, tmp_path: Path) -> Callable[..., RunConfig]:
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> None:
+def _a_process_of_its_own() -> Iterator[None]:
+    """One thread, and no adapter left on the base model that the process shares."""
     torch.set_num_threads(1)
+    yield
+    release()
