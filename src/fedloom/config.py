@@ -41,7 +41,8 @@ class ModelConfig:
     source: str = "embedded:smollm2-135m"
     """``embedded:NAME``, ``hub:ORG/NAME``, ``path:DIR``, ``gguf:FILE`` or ``tiny:FAMILY``."""
     dtype: str = "float32"
-    """Dtype of the frozen weights: float32, bfloat16 or float16. Adapters stay float32."""
+    """Dtype of the frozen weights: float32, bfloat16, float16 or (to check sums) float64.
+    Adapters of half-precision weights stay float32."""
     device: str = "auto"
     """``auto`` takes a GPU if the client was given one, else the CPU."""
 

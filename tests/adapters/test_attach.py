@@ -87,6 +87,30 @@ def test_generate_with_a_memory_cache_equals_recomputing(model, ids):
     assert torch.equal(made, prompt)
 
 
+def test_beam_search_reorders_the_memory_with_the_rows(model, ids):
+    """Beams through the cache find what beams without any cache find."""
+    attach(model, HEARD)
+    model.generation_config.eos_token_id = None
+    prompt = ids[:2, :12]
+    made = []
+    for cache in (MemoryCache(model.config), None):
+        made.append(
+            model.generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                use_cache=cache is not None,
+                max_new_tokens=8,
+                num_beams=3,
+                do_sample=False,
+                pad_token_id=0,
+                **({"cache": cache} if cache else {}),
+            )
+        )
+    assert torch.equal(*made)
+    with pytest.raises(ValueError, match="cannot be cropped"):
+        MemoryCache(model.config).crop(1)
+
+
 def test_continuing_without_the_memory_is_refused(model, ids):
     attach(model, HEARD)
     with torch.no_grad():
@@ -225,6 +249,16 @@ def test_a_late_loss_reaches_the_first_writes_unless_detached(ids, truncate):
     ).backward()
     early = embedded.grad[0, :8].abs().amax(-1)
     assert (early == 0).all() if truncate else (early > 0).all()
+
+
+@pytest.mark.parametrize("gate", ["vector", "scalar", "dynamic"])
+def test_every_gate_learns_from_its_default_start(ids, gate):
+    model = tiny.build("llama").double().requires_grad_(False)
+    adapter = attach(model, RunConfig().replaced(memory__gate=gate))
+    F.cross_entropy(model(ids, use_cache=False).logits[:, -1], ids[:, 0]).backward()
+    gates = {n: p.grad for n, p in adapter.parameters().items() if ".gate." in n}
+    assert gates
+    assert all(grad.abs().max() > 0 for grad in gates.values())
 
 
 def test_lora_gradient_goes_through_the_memory(ids):

@@ -42,11 +42,51 @@ class MemoryState:
 
 
 class MemoryCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped here
-    """Hugging Face's cache with a memory state for each layer, for decoding token by token."""
+    """Hugging Face's cache with a memory state for each layer, for decoding token by token.
+
+    The states follow the rows of the cache when ``generate`` reorders, repeats or selects them.
+    A write cannot be undone, so the cache cannot be cropped (assisted decoding needs that).
+    """
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config=config)
         self.memory: dict[int, MemoryState] = {}
+
+    def reset(self) -> None:
+        """Forget all."""
+        super().reset()
+        self.memory.clear()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Let each beam continue the row that it came from."""
+        super().reorder_cache(beam_idx)
+        self._pick(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows."""
+        super().batch_select_indices(indices)
+        self._pick(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row."""
+        super().batch_repeat_interleave(repeats)
+        rows = len(next(iter(self.memory.values())).S_BHDD) if self.memory else 0
+        self._pick(torch.arange(rows).repeat_interleave(repeats))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Refuse: what the memory wrote cannot be taken back."""
+        if tokens_to_remove:
+            raise ValueError("a MemoryCache cannot be cropped: start again from the prompt")
+
+    @property
+    def is_croppable(self) -> bool:
+        """Tell ``generate`` so."""
+        return False
+
+    def _pick(self, rows: Tensor) -> None:
+        for layer, state in self.memory.items():
+            at = rows.to(state.S_BHDD.device)
+            self.memory[layer] = MemoryState(state.S_BHDD[at], state.tail_BTHD[at])
 
 
 class DeltaMemory(nn.Module):
@@ -155,7 +195,8 @@ class MemoryGate(nn.Module):
     """How much of the memory is heard: ``alpha`` in [0, 1].
 
     Section 2.2's "learnable scalar or vector" is a logit of width 1 or W; ``dynamic`` is a linear
-    map of the layer's input to one number a token, clipped to [0.1, 0.9] as in TPTT.
+    map of the layer's input to one number a token in TPTT's range, 0.1 to 0.9.  TPTT clips, which
+    would cut the gradient of a gate that starts at 0.05 for good; here the sigmoid is squeezed.
     """
 
     def __init__(self, config: MemoryConfig, *, width: int) -> None:
@@ -176,7 +217,7 @@ class MemoryGate(nn.Module):
             return x.new_ones(1)
         if self.kind == "dynamic":
             score = x.to(self.weight.dtype) @ self.weight + self.logit
-            return torch.sigmoid(score).clamp(0.1, 0.9)[..., None]
+            return 0.1 + 0.8 * torch.sigmoid(score)[..., None]
         return torch.sigmoid(self.logit)
 
     def values(self) -> Tensor:
