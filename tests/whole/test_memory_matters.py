@@ -32,8 +32,8 @@ LAYERS, WINDOW, FILLER = 2, 8, 16
 KEYS, VALUES = 16, 16
 BLANK, FIRST_KEY, FIRST_VALUE = 0, 1, 1 + KEYS
 CHANCE = 1 / VALUES
-STEPS, WARM_UP, BATCH, RATE = 2400, 50, 32, 5e-3
-NEARBY = 150  # first steps: little filler and few pairs, from which binding is learnt sooner
+STEPS, WARM_UP, BATCH, RATE = 2000, 50, 32, 5e-3
+NEARBY = 400  # first steps: little filler and few pairs, from which binding is learnt sooner
 CONFIG = RunConfig().replaced(
     memory__window=WINDOW, memory__gate_init=0.0, memory__chunk=20, lora__targets="v"
 )

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import time
+
+import pytest
+from flwr.app import Message
+from flwr.clientapp import ClientApp
+from flwr.serverapp.exception import AggregationError
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedloom import border
+from fedloom.errors import Refusal
+from fedloom.simulations.inprocess import InProcessGrid
+from fedloom.strategies import ReplyStream, Roster
+from fedloom.strategies.roster import roll_call, wait_for_nodes
+
+
+def echo() -> ClientApp:
+    app = ClientApp()
+
+    @app.query("properties")
+    def properties(message, context):
+        told = {"partition": context.node_config["partition-id"] // 2 * 2}
+        return Message(border.content(config=told), reply_to=message)
+
+    return app
+
+
+class Mute(InProcessGrid):
+    """Nodes that never answer."""
+
+    def pull_messages(self, message_ids):
+        return []
+
+
+def ask(node: int) -> Message:
+    return Message(border.content(config={}), node, "query.properties")
+
+
+def test_replies_come_one_by_one_and_only_once():
+    grid = ReplyStream(InProcessGrid(echo(), 3, {}), 10)
+    stream = grid.send_and_receive([ask(1000), ask(1001), ask(1002)])
+    first = next(stream)
+    assert first.metadata.src_node_id == 1000
+    assert len(list(stream)) == 2
+
+
+def test_silent_nodes_end_the_wait():
+    started = time.monotonic()
+    assert list(ReplyStream(Mute(echo(), 2, {}), 0.3).send_and_receive([ask(1000)])) == []
+    assert 0.3 <= time.monotonic() - started < 3  # seconds; Flower's own would wait an hour
+
+
+def test_too_few_nodes_is_an_error_and_no_endless_wait():
+    grid = InProcessGrid(echo(), 2, {})
+    assert wait_for_nodes(grid, 2, seconds=5, least=1) == [1000, 1001]
+    assert wait_for_nodes(grid, 3, seconds=0.2, least=2) == [1000, 1001]
+    with pytest.raises(AggregationError, match="2 nodes came in 0 s, at least 3 are needed"):
+        wait_for_nodes(grid, 3, seconds=0.2, least=3)
+
+
+def test_two_nodes_with_one_partition_are_refused():
+    grid = ReplyStream(InProcessGrid(echo(), 2, {}), 10)
+    with pytest.raises(Refusal, match="two nodes hold partition 0"):
+        roll_call(grid, [1000, 1001], ask)
+
+
+@given(
+    st.integers(0, 99),
+    st.integers(1, 50),
+    st.floats(0.01, 1),
+    st.lists(st.integers(1, 2**60), min_size=1, max_size=12, unique=True),
+)
+def test_sample_knows_partitions_not_node_ids(seed, server_round, fraction, node_ids):
+    """Flower draws node ids anew each run; whom we ask must not depend on them."""
+    numbers = range(len(node_ids))
+    there = Roster(dict(zip(numbers, node_ids, strict=True)), {})
+    again = Roster(dict(zip(numbers, sorted(node_ids), strict=True)), {})
+    drawn = there.sample(seed, server_round, fraction)
+    assert drawn == again.sample(seed, server_round, fraction)
+    assert drawn == sorted(set(drawn))
+    assert 1 <= len(drawn) <= len(node_ids)
+    assert len(drawn) - 1 < fraction * len(node_ids) + 1e-6
