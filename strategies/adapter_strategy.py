@@ -157,7 +157,7 @@ class AdapterStrategy(Strategy):
         self._asked = dict.fromkeys(partitions, phase)
         self.journal.event("phase", round=server_round, phase=phase, clients=len(partitions))
         messages = []
-        for partition in partitions:
+        for partition in self.roster.by_work(partitions, "train" if kind == "train" else "test"):
             records = border.content(arrays, config)
             self._weigh(records, server_round, phase, "down", partition)
             node = self.roster.nodes[partition]

@@ -17,7 +17,7 @@ from fedloom import border, seeds
 from fedloom.errors import Refusal
 
 _POLL_SECONDS = 0.1
-_POLL_SECONDS_MAX = 2.0
+_POLL_SECONDS_MAX = 0.5
 
 
 class ReplyStream(Grid):
@@ -93,6 +93,14 @@ class Roster:
     def name(self, partition: int) -> str:
         """Return what the client calls itself."""
         return str(self.properties[partition].get("name", f"client {partition}"))
+
+    def by_work(self, partitions: list[int], rows: str) -> list[int]:
+        """Order partitions by how many ``rows`` ("train" or "test") they hold, most first.
+
+        Who has most to do starts first, so that no worker waits for a straggler at the end.
+        """
+        held = {p: int(self.properties.get(p, {}).get(rows, 0)) for p in partitions}
+        return sorted(partitions, key=lambda p: (-held[p], p))
 
     def sample(self, seed: int, server_round: int, fraction: float) -> list[int]:
         """Draw the partitions of a round: the same for one (seed, round), whatever the node ids.
