@@ -18,9 +18,9 @@ from flwr.common import NDArrays
 
 from fedloom import __version__, border, seeds
 from fedloom.clients.bridge import AdapterClient
-from fedloom.clients.workbench import Workbench, device, holdings, visible_gpus, workbench
+from fedloom.clients.workbench import Workbench, device, visible_gpus, workbench
 from fedloom.config import RunConfig
-from fedloom.data.partition import client_rows
+from fedloom.data.partition import client_rows, holdings
 from fedloom.data.prompts import Encoded, encode_question
 from fedloom.errors import Refusal
 from fedloom.evaluation import ChoiceScores, score_choices
@@ -39,6 +39,11 @@ class FedNLClient(AdapterClient):
         super().__init__()
         self.context = context
         self.config = RunConfig.from_flower(context.run_config)
+        if "partition-id" not in context.node_config:
+            raise Refusal(
+                "this node's config has no partition-id: start it with --node-config"
+                ' "partition-id=0 num-partitions=5"'
+            )
         self.partition_id = int(context.node_config["partition-id"])
 
     def get_properties(self, config: dict[str, Any]) -> dict[str, Any]:
@@ -84,10 +89,9 @@ class FedNLClient(AdapterClient):
     ) -> tuple[NDArrays, int, dict[str, Any]]:
         """Train on this client's rows for one round."""
         bench = self._bench(parameters, config)
-        train, test = self._rows(bench)
         report = train_locally(
             bench.adapter,
-            train,
+            self._rows(bench, "train"),
             lambda batch: self._loss(bench, batch),
             lambda row: len(row.prompt_ids),
             self.config.train,
@@ -98,7 +102,7 @@ class FedNLClient(AdapterClient):
         metrics = {key.replace("_", "-"): value for key, value in asdict(report).items()}
         metrics |= _gate_metrics(bench) | self._place()
         if config.get("last"):  # this very adapter is averaged next: the aggregation drop's base
-            scores = self._score(bench, test)
+            scores = self._score(bench)
             metrics |= {f"local-{key}": value for key, value in scores.items()}
         return [arrays[name] for name in bench.shared_names()], metrics.pop("examples"), metrics
 
@@ -109,10 +113,10 @@ class FedNLClient(AdapterClient):
         if config.get("frozen"):
             bench = workbench(self.config)
             with bench.adapter.off():
-                metrics = self._score(bench, self._rows(bench)[1])
+                metrics = self._score(bench)
         else:
             bench = self._bench(parameters, config)
-            metrics = self._score(bench, self._rows(bench)[1])
+            metrics = self._score(bench)
         examples = int(metrics.pop(border.WEIGHT))
         return metrics["gold-ce-sum"] / examples, examples, metrics
 
@@ -139,14 +143,13 @@ class FedNLClient(AdapterClient):
         if own:
             self.context.state[_AT_HOME] = border.pack_arrays(own)
 
-    def _rows(self, bench: Workbench) -> tuple[list[Encoded], list[Encoded]]:
+    def _rows(self, bench: Workbench, side: str) -> list[Encoded]:
+        """Encode this client's ``train`` or ``test`` rows."""
         questions, partition = holdings(self.config.data, self.config.seed)
-        limit, tokenizer = self.config.data.max_tokens, bench.base.tokenizer
         train, test = client_rows(partition, questions, self.partition_id)
-        return (
-            [encode_question(question, tokenizer, limit) for question in train],
-            [encode_question(question, tokenizer, limit) for question in test],
-        )
+        limit, tokenizer = self.config.data.max_tokens, bench.base.tokenizer
+        chosen = train if side == "train" else test
+        return [encode_question(question, tokenizer, limit) for question in chosen]
 
     def _loss(self, bench: Workbench, batch: list[Encoded]) -> tuple[torch.Tensor, int]:
         model = bench.base.model
@@ -154,8 +157,8 @@ class FedNLClient(AdapterClient):
         answers = torch.tensor([row.letter_ids[row.gold] for row in batch], device=model.device)
         return answer_loss(model, prompts, answers), prompts.tokens
 
-    def _score(self, bench: Workbench, rows: list[Encoded]) -> dict[str, Any]:
-        size = self.config.evaluation.batch_size
+    def _score(self, bench: Workbench) -> dict[str, Any]:
+        size, rows = self.config.evaluation.batch_size, self._rows(bench, "test")
         scores: ChoiceScores = score_choices(bench.base.model, rows, batch_size=size)
         metrics = {key.replace("_", "-"): value for key, value in asdict(scores).items()}
         return {border.WEIGHT: metrics.pop("examples"), **metrics}
@@ -173,6 +176,7 @@ def _gate_metrics(bench: Workbench) -> dict[str, float]:
         return {}
     values = torch.cat([gate.flatten() for gate in gates])
     moved = {"gate-mean": values.mean(), "gate-min": values.min(), "gate-max": values.max()}
+    moved |= {f"gate-layer-{i:02d}": gate.mean() for i, gate in enumerate(gates)}
     return {key: float(value) for key, value in moved.items()}
 
 

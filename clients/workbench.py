@@ -8,19 +8,14 @@ one adapter before it works.
 
 from __future__ import annotations
 
-import functools
 import os
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from fedloom import __version__
 from fedloom.adapters.attach import Adapter, attach, is_memory_array
-from fedloom.config import DataConfig, RunConfig
-from fedloom.data.partition import Partition, make_partition
-from fedloom.data.questions import Question, load_questions
-from fedloom.errors import Refusal
+from fedloom.config import RunConfig
 from fedloom.models.base import Base, load_base
 from fedloom.wire import Manifest
 
@@ -98,45 +93,3 @@ def device(config: RunConfig) -> str:
 def visible_gpus() -> str:
     """Return what Ray or the user lets this process see, as ``CUDA_VISIBLE_DEVICES`` says it."""
     return os.environ.get("CUDA_VISIBLE_DEVICES", "")
-
-
-@functools.lru_cache(maxsize=4)
-def holdings(data: DataConfig, seed: int) -> tuple[list[Question], Partition]:
-    """Load the questions and divide them; hold the result against ``data.manifest`` if given.
-
-    Raises
-    ------
-    Refusal
-        If the data cannot be read, a client has too few rows, or the manifest says otherwise.
-    """
-    questions = load_questions(data.source)
-    made = make_partition(
-        questions,
-        source=data.source,
-        seed=seed,
-        max_train=data.max_train,
-        max_test=data.max_test,
-        test_share=data.test_share,
-        min_train=data.min_train,
-        min_test=data.min_test,
-    )
-    if data.manifest:
-        expected_partition(data.manifest).check_same(made)
-    return questions, made
-
-
-def expected_partition(manifest: str) -> Partition:
-    """Read the partition manifest that every node must agree with.
-
-    Raises
-    ------
-    Refusal
-        If there is no such file or it is no partition.
-    """
-    try:
-        return Partition.from_json(Path(manifest).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise Refusal(
-            f"data.manifest {manifest}: {error.strerror}; expected a file that"
-            " `fedloom partition RECIPE --write FILE` made"
-        ) from error

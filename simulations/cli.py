@@ -18,8 +18,9 @@ from rich.console import Console
 from rich.table import Table
 
 import fedloom
-from fedloom.config import RunConfig, Scalar
+from fedloom.config import RunConfig
 from fedloom.errors import Refusal
+from fedloom.flat import Scalar
 
 app = typer.Typer(
     name="fedloom",
@@ -86,10 +87,10 @@ def partition(
     settings: Settings = None,
 ) -> None:
     """Show who holds how many rows, without a model; the manifest names rows by hash only."""
-    from fedloom.data.partition import table
-    from fedloom.simulations.runner import partition_of
+    from fedloom.data.partition import holdings, table
 
-    found = partition_of(read_recipe(recipe, settings or [], {}))
+    config = read_recipe(recipe, settings or [], {})
+    _, found = holdings(config.data, config.seed)
     rows = Table("client", "train rows", "test rows", "subjects", box=None, pad_edge=False)
     for client, *counts in table(found):
         rows.add_row(client, *map(str, counts))

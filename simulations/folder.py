@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import platform
@@ -18,6 +19,7 @@ from safetensors.numpy import save
 
 from fedloom import __version__
 from fedloom.config import RunConfig
+from fedloom.flat import toml_lines
 from fedloom.wire import Manifest, arrays_digest
 
 _VERSIONS = ("flwr", "ray", "torch", "transformers", "peft", "numpy", "safetensors")
@@ -34,15 +36,21 @@ class RunFolder:
 
     @classmethod
     def of(cls, config: RunConfig) -> RunFolder:
-        """Return the folder that a recipe names, made if it is not there."""
-        path = Path(config.output).expanduser().resolve() / config.name
+        """Return the folder that a recipe names, made if it is not there.
+
+        One that holds another run's events is left alone: ``name-2``, ``name-3`` are next.
+        """
+        parent = Path(config.output).expanduser().resolve()
+        names = (f"{config.name}-{n}" if n > 1 else config.name for n in itertools.count(1))
+        path = next(
+            parent / name for name in names if not (parent / name / "events.jsonl").exists()
+        )
         path.mkdir(parents=True, exist_ok=True)
         return cls(path)
 
     def begin(self, config: RunConfig) -> None:
         """Write what is known before anything runs."""
-        if not (self.path / "config.toml").exists():
-            self._write("config.toml", recipe_text(config))
+        self._write("config.toml", toml_lines(config.flat()))
         self._write("environment.json", json.dumps(_environment(config), indent=1))
 
     def keep_partition(self, text: str) -> None:
@@ -74,18 +82,6 @@ class RunFolder:
 
     def _write(self, name: str, text: str) -> None:
         _replace(self.path / name, text.encode())
-
-
-def recipe_text(config: RunConfig) -> str:
-    """Write a recipe with every key, as TOML that ``RunConfig.from_toml`` reads back equal."""
-    lines, tables = [], []
-    for key, value in config.flat().items():
-        table, _, name = key.rpartition(".")
-        if table and table not in tables:
-            tables.append(table)
-            lines.append(f"\n[{table}]")
-        lines.append(f"{name} = {json.dumps(value)}")
-    return "\n".join(lines) + "\n"
 
 
 def _replace(path: Path, data: bytes) -> None:

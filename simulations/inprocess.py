@@ -19,7 +19,8 @@ from flwr.proto.recorddict_pb2 import RecordDict as ProtoRecordDict
 from flwr.serverapp import Grid, ServerApp
 from flwr.supercore.task_identity import TaskIdentity
 
-from fedloom.config import RunConfig, Scalar
+from fedloom.config import RunConfig
+from fedloom.flat import Scalar
 
 _FIRST_NODE = 1000
 _RUN_ID = 1

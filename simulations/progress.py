@@ -71,6 +71,7 @@ class Picture:
     phase: Event = field(default_factory=dict)
     answered: int = 0
     refusal: str = ""
+    traceback_shown: bool = False
     status: str = ""
     """``completed`` or ``failed`` once the server has said so."""
     reason: str = ""
@@ -147,13 +148,20 @@ def _take_and_say(event: Event, picture: Picture, console: Console, *, plain: bo
     failed = event["event"] == "client-failed"
     for line in plain_lines(event, picture) if plain or failed else ():
         say(console, line)
-    if failed and len(picture.failures) == 1 and event.get("traceback"):
+    if failed and event.get("traceback") and not picture.traceback_shown:
+        picture.traceback_shown = True
         say(console, str(event["traceback"]).rstrip())
 
 
 def say(console: Console, line: str) -> None:
-    """Print a line as it is: no markup, no highlighting, no wrapping."""
-    console.print(Text(line), soft_wrap=True)
+    """Print a line as it is: no markup, no highlighting, no wrapping.
+
+    A reader that has gone away silences the console; it must not decide how the run ends.
+    """
+    try:
+        console.print(Text(line), soft_wrap=True)
+    except (OSError, ValueError, SystemExit):  # rich leaves the thread on a broken pipe
+        console.quiet = True
 
 
 def plain_lines(event: Event, picture: Picture) -> list[str]:
@@ -166,6 +174,9 @@ def plain_lines(event: Event, picture: Picture) -> list[str]:
             return [", ".join(facts)]
         case "nodes":
             return [_node_line(node, picture) for node in picture.nodes]
+        case "adapter":
+            counts = f"{event.get('lora', 0):,} of LoRA, {event.get('memory', 0):,} of memory"
+            return [f"trainable: {counts}; {size(int(event.get('bytes', 0)))} each way"]
         case "phase":
             return [f"{where}: {event.get('phase')}, {event.get('clients')} clients"]
         case "reply":

@@ -18,23 +18,19 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from fedloom.config import RunConfig
 from fedloom.errors import Refusal, nearest
+from fedloom.flat import toml_lines
 from fedloom.simulations.progress import Picture, duration, round_facts, say, show
 from fedloom.simulations.superlink import (
     LocalSuperLink,
     SuperLinkError,
     federation_config,
-    toml_lines,
     write_app,
 )
-
-if TYPE_CHECKING:
-    from fedloom.data.partition import Partition
 
 COMPLETED, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
 
@@ -81,48 +77,32 @@ def preflight(config: RunConfig, runtime: str | None = None) -> None:
     """
     if runtime is not None:
         _check_runtime(config, runtime)
+    from fedloom.data.partition import holdings
     from fedloom.models.sources import locate, parse_source
 
     source = parse_source(config.model.source)
-    partition = partition_of(config)
+    _, partition = holdings(config.data, config.seed)
     if config.clients.count > len(partition.clients):
         raise Refusal(
             f"clients.count = {config.clients.count}: {config.data.task} has"
             f" {len(partition.clients)} clients; lower clients.count"
         )
-    if config.data.manifest:
-        _read_manifest(Path(config.data.manifest)).check_same(partition)
     if importlib.util.find_spec("torch") is not None:
         locate(source)
 
 
-def partition_of(config: RunConfig) -> Partition:
-    """Read the recipe's questions and deal them out to its clients."""
-    from fedloom.data.partition import make_partition
-    from fedloom.data.questions import load_questions
-
-    data = config.data
-    return make_partition(
-        load_questions(data.source),
-        source=data.source,
-        seed=config.seed,
-        max_train=data.max_train,
-        max_test=data.max_test,
-        test_share=data.test_share,
-        min_train=data.min_train,
-        min_test=data.min_test,
-    )
-
-
 def with_absolute_paths(config: RunConfig) -> RunConfig:
-    """Resolve the recipe's paths here, as the server and the clients work in other folders."""
+    """Resolve what depends on this place: the server and the clients work in other folders."""
 
     def resolved(source: str) -> str:
         kind, colon, name = source.partition(":")
         return f"{kind}:{_absolute(name)}" if colon and kind in ("path", "gguf") else source
 
     manifest = config.data.manifest
+    # Ray hides every GPU from clients that were given none; in process nobody would.
+    hidden = config.model.device == "auto" and not config.clients.gpus
     return config.replaced(
+        model__device="cpu" if hidden else config.model.device,
         output=_absolute(config.output),
         model__source=resolved(config.model.source),
         data__source=resolved(config.data.source),
@@ -179,17 +159,6 @@ def _check_runtime(config: RunConfig, runtime: str) -> None:
             f"clients.gpus = {clients.gpus}: clients.total-gpus = {clients.total_gpus} leaves no"
             " room for one client; lower clients.gpus"
         )
-
-
-def _read_manifest(path: Path) -> Partition:
-    from fedloom.data.partition import Partition
-
-    try:
-        return Partition.from_json(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise Refusal(f"data.manifest {path}: {error.strerror}; expected a manifest") from error
-    except UnicodeDecodeError as error:
-        raise Refusal(f"data.manifest {path} is not text: expected a manifest") from error
 
 
 def _run_in(
@@ -318,5 +287,7 @@ def _conclude(folder: Path, picture: Picture, console: Console) -> None:
 
     try:
         say(console, f"report: {write_report(folder)}")
-    except Refusal as refusal:  # the run is good; it only cannot be drawn here
+    except Refusal as refusal:
         say(console, f"results: {folder}; no report: {refusal}")
+    except Exception as error:  # the run is good, whatever hinders its drawing
+        say(console, f"results: {folder}; no report: {error!r} (fedloom report {folder})")

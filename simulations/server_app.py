@@ -7,6 +7,7 @@ one node, which makes the same bytes as any other node would with this seed.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from flwr.app import Context, Message
@@ -61,9 +62,15 @@ def run(grid: ReplyStream, config: RunConfig, folder: RunFolder, journal: Journa
     _announce(roster, journal)
     arrays, manifest, peft = _initial_adapter(grid, roster, journal)
     folder.keep_manifest(manifest)
-    strategy = STRATEGIES[config.method](config, manifest, roster, journal)
-    result = strategy.run(grid, arrays)
-    folder.keep_adapter(border.unpack_arrays(result.arrays), manifest, peft)
+    journal.event("adapter", **_sizes(manifest))
+
+    def keep(server_round: int, averaged: dict[str, NDArray[Any]]) -> None:
+        folder.keep_adapter(averaged, manifest, peft)
+
+    strategy = STRATEGIES[config.method](config, manifest, roster, journal, keep)
+    strategy.run(grid, arrays)
+    if not any(row["round"] == config.rounds for row in journal.of_phase("evaluate")):
+        raise RuntimeError("no client could score the last round; its adapter is kept")
 
 
 def _roster(grid: ReplyStream, config: RunConfig, journal: Journal) -> Roster:
@@ -71,18 +78,21 @@ def _roster(grid: ReplyStream, config: RunConfig, journal: Journal) -> Roster:
     nodes = wait_for_nodes(grid, config.clients.count, sampling.wait_seconds, sampling.min_nodes)
 
     def ask(node: int) -> Message:
-        records = border.content(config={"partition": True})
-        return Message(records, node, "query.properties")
+        return Message(border.content(config={"partition": True}), node, "query.properties")
 
-    roster, errors = roll_call(grid, nodes, ask)
-    for reply in errors:
-        reason, trace, _ = border.failure_reason(reply)
-        where = {"round": 0, "phase": "properties", "partition": -1}
-        journal.event("client-failed", **where, reason=reason, traceback=trace)
+    roster = roll_call(grid, nodes, ask, journal)
     if len(roster.nodes) < sampling.min_nodes:
         raise RuntimeError(f"{len(roster.nodes)} of {len(nodes)} nodes answered the roll call")
     _check_agreement(config, roster)
     return roster
+
+
+def _sizes(manifest: Manifest) -> dict[str, int]:
+    """Count trainable parameters by group, and the bytes that an adapter's arrays take."""
+    counts = {"lora": 0, "memory": 0}
+    for name, (shape, _) in manifest.arrays.items():
+        counts["memory" if ".memory." in name else "lora"] += math.prod(shape)
+    return {**counts, "bytes": manifest.nbytes()}
 
 
 def _check_agreement(config: RunConfig, roster: Roster) -> None:
@@ -113,21 +123,21 @@ def _announce(roster: Roster, journal: Journal) -> None:
 def _initial_adapter(
     grid: ReplyStream, roster: Roster, journal: Journal
 ) -> tuple[dict[str, NDArray[Any]], Manifest, str]:
-    """Take the start from the first node; any other would send the same bytes."""
-    partition = roster.partitions[0]
-    request = Message(border.content(), roster.nodes[partition], "query.initial_adapter")
-    where: dict[str, Any] = {"phase": "initial-adapter", "partition": partition}
-    journal.weigh(request.content, server_round=0, direction="down", **where)
-    for reply in grid.send_and_receive([request]):
-        if reply.has_error():
-            reason, trace, refused = border.failure_reason(reply)
-            if refused:
-                raise Refusal(reason)
-            journal.event("client-failed", round=0, **where, reason=reason, traceback=trace)
-            raise RuntimeError(f"partition {partition} could not make the adapter: {reason}")
-        journal.weigh(reply.content, server_round=0, direction="up", **where)
-        said, arrays = border.config_of(reply.content), border.arrays_of(reply.content)
-        manifest = Manifest.from_json(said["manifest"])
-        manifest.check_arrays(arrays)
-        return arrays, manifest, said["peft"]
-    raise RuntimeError(f"partition {partition} did not send an adapter in time")
+    """Take the start from the first node that answers; any other would send the same bytes."""
+    for partition in roster.partitions:
+        where: dict[str, Any] = {"phase": "initial-adapter", "partition": partition}
+        request = Message(border.content(), roster.nodes[partition], "query.initial_adapter")
+        journal.weigh(request.content, server_round=0, direction="down", **where)
+        for reply in grid.send_and_receive([request]):
+            if reply.has_error():
+                reason, trace, refused = border.failure_reason(reply)
+                if refused:
+                    raise Refusal(reason)
+                journal.event("client-failed", round=0, **where, reason=reason, traceback=trace)
+                continue
+            journal.weigh(reply.content, server_round=0, direction="up", **where)
+            said, arrays = border.config_of(reply.content), border.arrays_of(reply.content)
+            manifest = Manifest.from_json(said["manifest"])
+            manifest.check_arrays(arrays)
+            return arrays, manifest, said["peft"]
+    raise RuntimeError("no node could make the initial adapter")

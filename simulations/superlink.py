@@ -25,7 +25,8 @@ from types import TracebackType
 from typing import Any
 
 import fedloom
-from fedloom.config import RunConfig, Scalar
+from fedloom.config import RunConfig
+from fedloom.flat import Scalar, toml_lines
 from fedloom.simulations.processes import Family
 
 APP = """\
@@ -76,33 +77,6 @@ def tool(name: str) -> str:
     if found is None:
         raise SuperLinkError(f"{name} is neither beside {sys.executable} nor on the PATH")
     return found
-
-
-def toml_lines(values: Mapping[str, Scalar]) -> str:
-    """Write dotted keys as TOML, a blank line between groups; reads back to the same scalars.
-
-    >>> print(toml_lines({"rounds": 3, "lora.dropout": 0.5, "lora.targets": "q,k"}), end="")
-    rounds = 3
-    <BLANKLINE>
-    lora.dropout = 0.5
-    lora.targets = "q,k"
-    """
-    lines: list[str] = []
-    group = ""
-    for key, value in values.items():
-        head = key.rpartition(".")[0]
-        lines += [""] if lines and head != group else []
-        lines.append(f"{key} = {_toml(value)}")
-        group = head
-    return "".join(line + "\n" for line in lines)
-
-
-def _toml(value: Scalar) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):  # JSON escapes are TOML's, but for DEL and surrogate pairs
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    return repr(value)
 
 
 def write_app(folder: Path, config: RunConfig) -> Path:
@@ -195,19 +169,18 @@ class LocalSuperLink:
         details = str(run["status-details"])
         return str(run["status"]), "" if details == "N/A" else details
 
-    def stop(self, run_id: str) -> None:
-        """Ask Flower to stop the run."""
-        self._flwr("stop", run_id)
-
     def run_log(self, run_id: str) -> str:
         """Return what the run's processes printed, the ServerApp's traceback too.
 
         The SuperLink throws its children's output away; this is the only place that has it.
         """
         command = [tool("flwr"), "log", run_id, "--show"]
-        done = subprocess.run(
-            command, env=self._environment, cwd=self.folder, capture_output=True, timeout=60
-        )
+        try:
+            done = subprocess.run(
+                command, env=self._environment, cwd=self.folder, capture_output=True, timeout=60
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:  # the run's outcome stands without it
+            return f"the log could not be had: {error}\n"
         return re.sub(r"\x1b\[[0-9;]*m", "", done.stdout.decode("utf-8", "replace"))
 
     def wait(
@@ -228,7 +201,7 @@ class LocalSuperLink:
             calm = self.check() and not ended()
             now = time.monotonic()
             if now - asked >= (calm_seconds if calm else poll_seconds):
-                status, details = self.status(run_id)
+                status, details = self._patient_status(run_id)
                 if status.startswith("finished"):
                     return status, details
                 asked = time.monotonic()
@@ -237,6 +210,15 @@ class LocalSuperLink:
                         f"the run is still {status} after {asked - began:.0f} s\n{self.log_tail()}"
                     )
             time.sleep(0.5)
+
+    def _patient_status(self, run_id: str) -> tuple[str, str]:
+        """Ask up to three times: one slow answer on a busy machine is no reason to end a run."""
+        for _ in range(2):
+            try:
+                return self.status(run_id)
+            except SuperLinkError:
+                time.sleep(1.0)
+        return self.status(run_id)
 
     def check(self) -> bool:
         """Say whether a run's process is alive; raise if the SuperLink or its SuperExec is not.

@@ -9,22 +9,26 @@ a bad client, keeps the byte ledger, and folds each reply when it arrives.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+from typing import Any, TypeVar, cast
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.exception import AggregationError
 from flwr.serverapp.strategy import Result, Strategy
 from numpy.typing import NDArray
 
 from fedloom import border
-from fedloom.config import RunConfig, Scalar
+from fedloom.config import RunConfig
 from fedloom.errors import Refusal
+from fedloom.flat import Scalar
 from fedloom.strategies.journal import Journal
 from fedloom.strategies.roster import ReplyStream, Roster
 from fedloom.wire import Arrays, Manifest, Update
+
+Read = TypeVar("Read")
 
 
 class AdapterStrategy(Strategy):
@@ -40,6 +44,8 @@ class AdapterStrategy(Strategy):
         Which node holds which partition.
     journal : Journal, optional
         Where events, metrics and bytes go; in memory if left out.
+    keep : callable, optional
+        Given each round's number and new arrays before anything else can fail.
     """
 
     action = "default"
@@ -51,13 +57,17 @@ class AdapterStrategy(Strategy):
         manifest: Manifest,
         roster: Roster,
         journal: Journal | None = None,
+        keep: Callable[[int, dict[str, NDArray[Any]]], None] | None = None,
     ) -> None:
         self.config, self.manifest, self.roster = config, manifest, roster
         self.journal = journal or Journal()
+        self._keep = keep
         self._partition_of = {node: p for p, node in roster.nodes.items()}
-        self._asked: dict[int, str] = {}
+        self._grid: Grid | None = None
+        self._asked: set[int] = set()
         self._sent: dict[str, NDArray[Any]] = {}
         self._train_loss = float("nan")
+        self.round_facts: dict[str, float] = {}  # for the round's event; ``fold`` may add to it
 
     @abstractmethod
     def fold(self, updates: Iterable[Update], sent: Arrays) -> dict[str, NDArray[Any]]:
@@ -83,38 +93,39 @@ class AdapterStrategy(Strategy):
 
     def measure_frozen(self, grid: ReplyStream) -> None:
         """Score the untouched model on every test row: what all else stands against."""
+        self._grid = grid
         config: dict[str, Scalar] = {"round": 0, "frozen": True}
-        messages = self._messages("evaluate", "frozen", 0, self.roster.partitions, {}, config)
+        nothing = ArrayRecord()
+        messages = self._messages("evaluate", "frozen", 0, self.roster.partitions, nothing, config)
         self._gather_scores(0, "frozen", grid.send_and_receive(messages))
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Send the adapter to the round's partitions."""
-        self._sent = border.unpack_arrays(arrays)
+        self._grid, self._sent = grid, border.unpack_arrays(arrays)
         chosen = self.roster.sample(self.config.seed, server_round, self.config.sampling.fraction)
         told = {**config, **self.train_config(server_round)}
-        return self._messages("train", "train", server_round, chosen, self._sent, told)
+        return self._messages("train", "train", server_round, chosen, arrays, told)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Fold the good replies; name and drop the bad; fail below ``sampling.min-nodes``."""
         rows: list[dict[str, Any]] = []
-        try:
-            folded = self.fold(self._updates(server_round, replies, rows), self._sent)
-        except ValueError:
-            if rows:  # not for want of replies
-                raise
-            folded = {}
+        updates = self._updates(server_round, replies, rows)
+        first = next(updates, None)
+        folded = None if first is None else self.fold(chain([first], updates), self._sent)
         self._report_missing(server_round, "train")
-        if len(rows) < self.config.sampling.min_nodes:
+        if folded is None or len(rows) < self.config.sampling.min_nodes:
             raise AggregationError(
                 f"round {server_round}: {len(rows)} usable replies,"
                 f" at least {self.config.sampling.min_nodes} are needed"
             )
+        if self._keep is not None:
+            self._keep(server_round, folded)
         self._keep_rows(rows)
-        weights = [row["num-examples"] for row in rows]
+        weights = [row[border.WEIGHT] for row in rows]
         self._train_loss = float(np.average([row["loss"] for row in rows], weights=weights))
         return border.pack_arrays(folded), border.numbers({"train-loss": self._train_loss})
 
@@ -126,10 +137,10 @@ class AdapterStrategy(Strategy):
         if server_round % self.config.evaluation.every and not last:
             self._announce_round(server_round, [])
             return []
+        self._grid = grid
         told = {**config, "round": server_round, "manifest": self.manifest.digest()}
-        averaged = border.unpack_arrays(arrays)
         everyone = self.roster.partitions
-        return self._messages("evaluate", "evaluate", server_round, everyone, averaged, told)
+        return self._messages("evaluate", "evaluate", server_round, everyone, arrays, told)
 
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
@@ -139,7 +150,7 @@ class AdapterStrategy(Strategy):
             return None
         rows = self._gather_scores(server_round, "evaluate", replies)
         self._announce_round(server_round, rows)
-        return border.numbers(_macro(rows))
+        return border.numbers(_macro(rows)) if rows else None
 
     def summary(self) -> None:
         """Say nothing: the journal has it all."""
@@ -150,11 +161,11 @@ class AdapterStrategy(Strategy):
         phase: str,
         server_round: int,
         partitions: list[int],
-        arrays: Arrays,
+        arrays: ArrayRecord,
         config: dict[str, Any],
     ) -> list[Message]:
         """Build one message a partition, each with a content of its own, and weigh it."""
-        self._asked = dict.fromkeys(partitions, phase)
+        self._asked = set(partitions)
         self.journal.event("phase", round=server_round, phase=phase, clients=len(partitions))
         messages = []
         for partition in self.roster.by_work(partitions, "train" if kind == "train" else "test"):
@@ -167,62 +178,76 @@ class AdapterStrategy(Strategy):
     def _updates(
         self, server_round: int, replies: Iterable[Message], rows: list[dict[str, Any]]
     ) -> Iterator[Update]:
-        for partition, reply in self._good(server_round, "train", replies):
-            try:
-                update = border.update_of(reply.content, self.manifest)
-                metrics = border.metrics_of(reply.content)
-                row = self._row(server_round, "train", partition, metrics)
-            except Refusal as refusal:
-                self._failed(server_round, "train", partition, str(refusal))
-                continue
-            rows.append(row)
-            seconds, loss = row.get("seconds"), row.get("loss")
-            told = {"partition": partition, "seconds": seconds, "loss": loss}
-            self.journal.event("reply", round=server_round, phase="train", **told)
+        def read(partition: int, records: RecordDict) -> Update:
+            update = border.update_of(records, self.manifest)
+            metrics = border.checked_metrics(records, ("loss",))
+            rows.append(self._row(server_round, "train", partition, metrics))
+            return update
+
+        for update in self._read(server_round, "train", replies, read):
             yield update
+            del update  # it may be the size of an adapter; the next one is on its way
 
     def _gather_scores(
         self, server_round: int, phase: str, replies: Iterable[Message]
     ) -> list[dict[str, Any]]:
-        rows = []
-        for partition, reply in self._good(server_round, phase, replies):
-            metrics = border.metrics_of(reply.content)
-            rows.append(self._row(server_round, phase, partition, metrics))
-            told = {"partition": partition, "seconds": metrics.get("seconds")}
-            self.journal.event("reply", round=server_round, phase=phase, **told)
+        def read(partition: int, records: RecordDict) -> dict[str, Any]:
+            metrics = border.checked_metrics(records, ("gold-ce-sum", "correct"))
+            return self._row(server_round, phase, partition, metrics)
+
+        rows = list(self._read(server_round, phase, replies, read))
         self._report_missing(server_round, phase)
-        if not rows:
-            raise AggregationError(f"round {server_round}: no client could score its test rows")
         self._keep_rows(rows)
         return rows
 
-    def _good(
-        self, server_round: int, phase: str, replies: Iterable[Message]
-    ) -> Iterator[tuple[int, Message]]:
-        """Yield replies that carry content; weigh every reply and name the failures."""
+    def _read(
+        self,
+        server_round: int,
+        phase: str,
+        replies: Iterable[Message],
+        read: Callable[[int, RecordDict], Read],
+    ) -> Iterator[Read]:
+        """Yield what ``read`` makes of each good reply; weigh every reply and name the failures."""
         for reply in replies:
-            partition = self._partition_of.get(reply.metadata.src_node_id, -1)
+            partition = self._partition_of.get(self._answered_for(reply), -1)
             if reply.has_error():
                 reason, trace, _ = border.failure_reason(reply)
                 self._failed(server_round, phase, partition, reason, trace)
                 continue
-            self._weigh(reply.content, server_round, phase, "up", partition)
-            if self._asked.pop(partition, None) is None:
-                self._failed(server_round, phase, partition, "a reply that nobody asked for")
+            try:
+                self._weigh(reply.content, server_round, phase, "up", partition)
+                if partition not in self._asked:
+                    raise Refusal("a reply that nobody asked for")
+                made = read(partition, reply.content)
+            except Exception as error:  # a reply is foreign data: no fault in it is the run's
+                reason = str(error) if isinstance(error, Refusal) else f"bad reply: {error!r}"
+                self._failed(server_round, phase, partition, reason)
                 continue
-            yield partition, reply
+            self._asked.discard(partition)
+            metrics = border.metrics_of(reply.content)
+            told = {key: metrics.get(key) for key in ("seconds", "loss")}
+            where = {"round": server_round, "phase": phase, "partition": partition}
+            self.journal.event("reply", **where, **told)
+            yield made
+
+    def _answered_for(self, reply: Message) -> int:
+        """Return the node that a reply answers for, also if Flower answers in its place."""
+        if isinstance(self._grid, ReplyStream):
+            return self._grid.destination(reply)
+        return reply.metadata.src_node_id
 
     def _failed(
         self, server_round: int, phase: str, partition: int, reason: str, trace: str = ""
     ) -> None:
-        self._asked.pop(partition, None)
+        self._asked.discard(partition)
         where = {"round": server_round, "phase": phase, "partition": partition}
         self.journal.event("client-failed", **where, reason=reason, traceback=trace)
 
     def _report_missing(self, server_round: int, phase: str) -> None:
         seconds = self.config.sampling.reply_seconds
         for partition in sorted(self._asked):
-            self._failed(server_round, phase, partition, f"no reply within {seconds:.0f} s")
+            reason = f"no reply: not delivered, or not answered within {seconds:.0f} s"
+            self._failed(server_round, phase, partition, reason)
 
     def _weigh(
         self, records: Any, server_round: int, phase: str, direction: str, partition: int
@@ -233,8 +258,6 @@ class AdapterStrategy(Strategy):
     def _row(
         self, server_round: int, phase: str, partition: int, metrics: dict[str, Any]
     ) -> dict[str, Any]:
-        if phase == "train" and "loss" not in metrics:
-            raise Refusal("the reply has no metric named loss")
         name = self.roster.name(partition) if partition in self.roster.properties else ""
         head = {"round": server_round, "phase": phase, "partition": partition, "name": name}
         return {**head, **metrics}
@@ -261,6 +284,7 @@ class AdapterStrategy(Strategy):
             bytes_down=self.journal.bytes_of(server_round, "down"),
             bytes_up=self.journal.bytes_of(server_round, "up"),
             failed=len(failed),
+            **self.round_facts,
             **(_macro(rows) if rows else {}),
         )
 

@@ -17,7 +17,8 @@ from fedloom.wire import Arrays, Update
 class FedNL(AdapterStrategy):
     """Average LoRA and memory gates by example count, eq. (6): ``theta = sum_k N_k / N theta_k``.
 
-    ``A`` and ``B`` of each LoRA pair are averaged separately, as the paper writes it.  The memory
+    ``A`` and ``B`` of each LoRA pair are averaged separately, as the paper writes it; how far that
+    is from averaging their products stands in each round's event as ``agg-error``.  The memory
     state is rebuilt from zero for every sequence on the node; it is never in a message.
     """
 
@@ -26,7 +27,9 @@ class FedNL(AdapterStrategy):
 
     def fold(self, updates: Iterable[Update], sent: Arrays) -> dict[str, NDArray[Any]]:
         """Average the replies; with ``server.momentum`` the server steps along their mean."""
-        averaged = rules.mean(updates, sent)
+        gap = rules.ProductGap(self.config.seed)
+        averaged = rules.mean(gap.watch(updates), sent)
+        self.round_facts["agg-error"] = gap.relative()
         factor = self.config.server.momentum
         if not factor:
             return averaged

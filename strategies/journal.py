@@ -47,6 +47,10 @@ class Journal:
             )
         return sum(counts.values())
 
+    def of_phase(self, phase: str) -> list[Row]:
+        """Return the metric rows of a phase so far."""
+        return [row for row in self.rows["metrics"] if row["phase"] == phase]
+
     def bytes_of(self, server_round: int, direction: str) -> int:
         """Return the bytes of a round in one direction, ``up`` or ``down``."""
         rows = self.rows["ledger"]

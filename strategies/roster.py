@@ -15,9 +15,11 @@ from flwr.serverapp.exception import AggregationError
 
 from fedloom import border, seeds
 from fedloom.errors import Refusal
+from fedloom.strategies.journal import Journal
 
 _POLL_SECONDS = 0.1
 _POLL_SECONDS_MAX = 0.5
+_PULLED_AT_ONCE = 4  # messages; Flower unpacks all that it hands out together
 
 
 class ReplyStream(Grid):
@@ -29,24 +31,41 @@ class ReplyStream(Grid):
 
     def __init__(self, grid: Grid, default_timeout: float) -> None:
         self._grid, self._timeout = grid, default_timeout
+        self._sent_to: dict[str, int] = {}
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterator[Message]:
-        """Send, then yield replies until all are in or the time is up."""
-        waiting = set(self._grid.push_messages(messages))
+        """Send, then yield replies until all are in or the time is up.
+
+        Afterwards ``destination`` tells which node a reply answers for: Flower's own error replies
+        come from the SuperLink, not from the node that is gone.
+        """
+        listed = list(messages)
+        names = list(self._grid.push_messages(listed))
+        nodes = [message.metadata.dst_node_id for message in listed]
+        self._sent_to = {n: node for n, node in zip(names, nodes, strict=False) if n}
+        waiting = list(self._sent_to)
         deadline = time.monotonic() + (self._timeout if timeout is None else timeout)
         pause = _POLL_SECONDS
         while waiting:
-            replies = list(self._grid.pull_messages(list(waiting)))
-            for reply in replies:
-                waiting.discard(reply.metadata.reply_to_message_id)
-                yield reply
-            if not replies:
+            come = 0
+            for start in range(0, len(waiting), _PULLED_AT_ONCE):
+                for reply in self._grid.pull_messages(waiting[start : start + _PULLED_AT_ONCE]):
+                    come += 1
+                    yield reply
+                    answered = reply.metadata.reply_to_message_id
+                    waiting = [name for name in waiting if name != answered]
+            if not come:
                 if time.monotonic() > deadline:
                     return
                 time.sleep(pause)
                 pause = min(pause * 1.2, _POLL_SECONDS_MAX)
+
+    def destination(self, reply: Message) -> int:
+        """Return the node that was asked what ``reply`` answers."""
+        asked = self._sent_to.get(reply.metadata.reply_to_message_id)
+        return reply.metadata.src_node_id if asked is None else asked
 
     def set_run(self, run: Any) -> None:
         """Pass on."""
@@ -132,16 +151,9 @@ def wait_for_nodes(grid: Grid, count: int, seconds: float, least: int) -> list[i
 
 
 def roll_call(
-    grid: ReplyStream, nodes: list[int], build: Callable[[int], Message]
-) -> tuple[Roster, list[Message]]:
-    """Ask every node which partition it holds; nothing is loaded for the answer.
-
-    Returns
-    -------
-    Roster
-        Those who answered.
-    list of Message
-        Error replies, for the journal.
+    grid: ReplyStream, nodes: list[int], build: Callable[[int], Message], journal: Journal
+) -> Roster:
+    """Ask every node which partition it holds; no model is loaded for the answer.
 
     Raises
     ------
@@ -151,17 +163,21 @@ def roll_call(
     """
     found: dict[int, int] = {}
     told: dict[int, dict[str, Any]] = {}
-    errors: list[Message] = []
+    where: dict[str, Any] = {"server_round": 0, "phase": "properties"}
     for reply in grid.send_and_receive([build(node) for node in nodes]):
         if reply.has_error():
-            reason, _, refused = border.failure_reason(reply)
+            reason, trace, refused = border.failure_reason(reply)
             if refused:
                 raise Refusal(reason)
-            errors.append(reply)
+            lost = {"round": 0, "phase": "properties", "partition": -1}
+            journal.event("client-failed", **lost, reason=reason, traceback=trace)
             continue
         said = border.config_of(reply.content)
         partition = cast(int, said["partition"])
+        asked = build(reply.metadata.src_node_id).content
+        journal.weigh(asked, direction="down", partition=partition, **where)
+        journal.weigh(reply.content, direction="up", partition=partition, **where)
         if partition in found:
             raise Refusal(f"two nodes hold partition {partition}: give each its own partition-id")
         found[partition], told[partition] = reply.metadata.src_node_id, said
-    return Roster(found, told), errors
+    return Roster(found, told)

@@ -7,7 +7,7 @@ import pytest
 
 from fedloom.config import RunConfig
 from fedloom.errors import Refusal
-from fedloom.simulations.folder import recipe_text
+from fedloom.flat import toml_lines
 
 ROOT = Path(__file__).parents[1]
 
@@ -17,11 +17,14 @@ def test_flat_and_back_is_the_same_config():
     assert RunConfig.from_flower(config.flat()) == config
 
 
-def test_recipe_text_reads_back_equal(tmp_path):
+def test_recipe_as_toml_reads_back_equal(tmp_path):
     config = RunConfig().replaced(
-        name="a.b", sampling__fraction=0.3, memory__negative_eigenvalues=True
+        name="a.b",
+        output="/tmp/\U0001f600 \x7f",
+        sampling__fraction=0.3,
+        memory__negative_eigenvalues=True,
     )
-    (tmp_path / "r.toml").write_text(recipe_text(config))
+    (tmp_path / "r.toml").write_text(toml_lines(config.flat()))
     assert RunConfig.from_toml(tmp_path / "r.toml") == config
 
 

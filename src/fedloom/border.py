@@ -7,9 +7,10 @@ seen on one page: named arrays of the manifest, a flat config, and numbers.
 
 from __future__ import annotations
 
+import math
 import traceback
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -40,14 +41,16 @@ def unpack_arrays(record: ArrayRecord) -> dict[str, NDArray[Any]]:
 
 
 def content(
-    arrays: Arrays | None = None,
+    arrays: Arrays | ArrayRecord | None = None,
     config: Mapping[str, Any] | None = None,
     metrics: Mapping[str, Any] | None = None,
 ) -> RecordDict:
     """Build a message's content; metrics are plain numbers and nothing else leaves as one."""
     records = RecordDict()
     if arrays is not None:
-        records[ARRAYS] = pack_arrays(arrays)
+        # A packed array is immutable: messages to many nodes share its bytes, not the record.
+        packed = arrays if isinstance(arrays, ArrayRecord) else pack_arrays(arrays)
+        records[ARRAYS] = ArrayRecord(dict(packed))
     if config is not None:
         records[CONFIG] = ConfigRecord(dict(config))
     if metrics is not None:
@@ -90,6 +93,26 @@ def metrics_of(records: RecordDict) -> dict[str, Any]:
     return dict(found[0])
 
 
+def checked_metrics(records: RecordDict, needed: Iterable[str] = ()) -> dict[str, int | float]:
+    """Return the metrics of a reply after looking at each.
+
+    Raises
+    ------
+    Refusal
+        If one of ``needed`` is missing, a value is no finite number, or the count of examples is
+        not positive.
+    """
+    metrics = metrics_of(records)
+    if missing := sorted({WEIGHT, *needed} - metrics.keys()):
+        raise Refusal(f"the reply has no metric named {missing[0]}")
+    for name, value in metrics.items():
+        if type(value) not in (int, float) or not math.isfinite(value):
+            raise Refusal(f"metric {name} = {str(value)[:40]}: expected a finite number")
+    if not metrics[WEIGHT] > 0:
+        raise Refusal(f"{WEIGHT} = {metrics[WEIGHT]}: expected a positive number of examples")
+    return metrics
+
+
 def update_of(records: RecordDict, manifest: Manifest) -> Update:
     """Read a training reply as an update, after the manifest has been held against it.
 
@@ -100,10 +123,7 @@ def update_of(records: RecordDict, manifest: Manifest) -> Update:
     """
     arrays = arrays_of(records)
     manifest.check_arrays(arrays)
-    weight = metrics_of(records).get(WEIGHT, 0)
-    if not 0 < weight < float("inf"):
-        raise Refusal(f"{WEIGHT} = {weight}: expected a positive number of examples")
-    return Update.of(arrays, weight)
+    return Update.of(arrays, checked_metrics(records)[WEIGHT])
 
 
 def wire_bytes(records: RecordDict) -> dict[str, int]:
@@ -121,15 +141,22 @@ def wire_bytes(records: RecordDict) -> dict[str, int]:
 
 
 def _value_bytes(array: Array) -> int:
-    return int(np.prod(array.shape, dtype=np.int64)) * np.dtype(array.dtype).itemsize
+    """Count an array's values; the data of a foreign or broken array count as they are."""
+    try:
+        size = int(np.prod(array.shape, dtype=np.int64)) * np.dtype(array.dtype).itemsize
+    except TypeError:
+        size = len(array.data)
+    return min(size, len(array.data))
 
 
 def failure(message: Message, error: Exception) -> Message:
-    """Answer a message with what went wrong: a refusal's sentence, else a traceback."""
+    """Answer a message with what went wrong: one line, and below it the traceback of a fault."""
     if isinstance(error, Refusal):
         reason = _REFUSED + str(error)
     else:
-        reason = "".join(traceback.format_exception(error)).rstrip()
+        said = str(error).strip().partition("\n")[0]
+        where = "".join(traceback.format_exception(error)).rstrip()
+        reason = f"{type(error).__name__}: {said}\n{where}"
     return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
 
 
@@ -138,5 +165,5 @@ def failure_reason(message: Message) -> tuple[str, str, bool]:
     text = (message.error.reason or f"error code {message.error.code}").strip()
     if text.startswith(_REFUSED):
         return text.removeprefix(_REFUSED), "", True
-    lines = text.splitlines()
-    return lines[-1], text if len(lines) > 1 else "", False
+    line, _, trace = text.partition("\n")
+    return line, trace.strip(), False

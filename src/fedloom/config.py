@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import re
 import tomllib
 from collections.abc import Mapping
@@ -19,8 +20,7 @@ from pathlib import Path
 from typing import Any, cast, get_type_hints
 
 from fedloom.errors import Refusal, nearest
-
-Scalar = bool | int | float | str
+from fedloom.flat import Scalar, flatten, kebab
 
 
 def _one_of(key: str, value: str, allowed: tuple[str, ...]) -> None:
@@ -123,7 +123,8 @@ class MemoryConfig:
     """Double the step size to (0, 2), as in arXiv 2411.12537."""
     gate: str = "vector"
     """``vector`` of width D a layer, one ``scalar`` a layer, ``dynamic`` (linear map of the token),
-    ``shut`` (alpha = 0) or ``open`` (alpha = 1, memory only)."""
+    ``fixed`` (not trained; with ``gate-init`` 0 TPTT's constant 0.5), ``shut`` (alpha = 0) or
+    ``open`` (alpha = 1, memory only)."""
     gate_init: float = -3.0
     """Logit at the start: sigmoid(-3) is about 0.05, close to the pretrained function."""
     match_rms: bool = True
@@ -137,7 +138,7 @@ class MemoryConfig:
         _one_of("memory.rule", self.rule, ("explicit", "proximal", "hebbian"))
         _one_of("memory.feature-map", self.feature_map, ("silu-l2", "l2"))
         _one_of("memory.beta", self.beta, ("token", "fixed"))
-        _one_of("memory.gate", self.gate, ("vector", "scalar", "dynamic", "shut", "open"))
+        _one_of("memory.gate", self.gate, ("vector", "scalar", "dynamic", "fixed", "shut", "open"))
         _at_least("memory.window", self.window, 0)
         _at_least("memory.chunk", self.chunk, 1)
 
@@ -208,7 +209,7 @@ class SamplingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ClientsConfig:
-    """How a simulation lays its clients on the machine. A deployment ignores all but threads."""
+    """How a simulation lays its clients on the machine. A deployment heeds count and threads."""
 
     count: int = 5
     cpus: int = 1
@@ -256,7 +257,8 @@ class RunConfig:
     name: str = "fednl"
     """Name of the folder that the run leaves."""
     output: str = "runs"
-    """Folder that holds run folders; relative to where the run was started."""
+    """Folder that holds run folders; relative to where ``fedloom run`` was started (under
+    ``flwr run``, to where its SuperLink was)."""
     seed: int = 0
     rounds: int = 3
     last_layers: int = 0
@@ -284,12 +286,30 @@ class RunConfig:
                 f'name = "{self.name}": expected letters, digits, ".", "_" and "-", starting with a'
                 " letter or digit, as it becomes a folder"
             )
-        if self.share == "memory" and not self.memory.enabled:
-            raise Refusal('share = "memory" with memory.enabled = false: nothing would be sent')
+        self._check_share()
+        self._check_nodes()
+
+    def _check_share(self) -> None:
+        memory = self.memory
+        taps = memory.beta_trainable and memory.beta == "token"
+        trained = memory.enabled and (taps or memory.gate in ("vector", "scalar", "dynamic"))
+        if self.share == "memory" and not trained:
+            raise Refusal(
+                'share = "memory" and no trained gate or taps: nothing would be sent; set'
+                ' memory.gate = "vector" or share = "all"'
+            )
+
+    def _check_nodes(self) -> None:
+        drawn = math.ceil(self.sampling.fraction * self.clients.count - 1e-9)
+        if self.sampling.min_nodes > max(1, drawn):
+            raise Refusal(
+                f"sampling.min-nodes = {self.sampling.min_nodes}: a round asks {drawn} of"
+                f" {self.clients.count} clients; lower it or raise sampling.fraction"
+            )
 
     def flat(self) -> dict[str, Scalar]:
         """Return every key of the recipe with its value, dotted and in kebab case."""
-        return dict(_flatten(dataclasses.asdict(self)))
+        return dict(flatten(dataclasses.asdict(self)))
 
     def digest(self) -> str:
         """Hash all that decides the result, so that both ends know they mean the same run."""
@@ -331,24 +351,12 @@ class RunConfig:
             raise Refusal(f"recipe {path}: {error.strerror}; expected a TOML file") from error
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise Refusal(f"recipe {path} is not TOML: {error}") from error
-        return cls.from_flat(dict(_flatten(tree)))
+        return cls.from_flat(dict(flatten(tree)))
 
     def replaced(self, **flat: Scalar) -> RunConfig:
         """Return a copy with other values; ``__`` stands for a dot and ``_`` for a hyphen."""
-        keys = {_kebab(name.replace("__", ".")): value for name, value in flat.items()}
+        keys = {kebab(name.replace("__", ".")): value for name, value in flat.items()}
         return self.from_flat({**self.flat(), **keys})
-
-
-def _kebab(name: str) -> str:
-    return name.replace("_", "-")
-
-
-def _flatten(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Scalar]]:
-    rows: list[tuple[str, Scalar]] = []
-    for name, value in tree.items():
-        key = prefix + _kebab(name)
-        rows += _flatten(value, key + ".") if isinstance(value, Mapping) else [(key, value)]
-    return rows
 
 
 def _check_type(key: str, value: object, example: Scalar) -> None:
@@ -364,7 +372,7 @@ def _build(cls: type[Any], values: Mapping[str, Scalar], prefix: str) -> Any:
     hints = get_type_hints(cls)
     made: dict[str, Any] = {}
     for item in dataclasses.fields(cls):
-        key, kind = prefix + _kebab(item.name), hints[item.name]
+        key, kind = prefix + kebab(item.name), hints[item.name]
         if dataclasses.is_dataclass(kind):
             made[item.name] = _build(cast(type[Any], kind), values, key + ".")
         elif key in values:

@@ -134,17 +134,6 @@ class Manifest:
             for shape, dtype in self.arrays.values()
         )
 
-    def check_same(self, other: Manifest) -> None:
-        """Refuse a manifest that differs, naming the first thing that does."""
-        for key in ("method", "version", "base", "tokenizer"):
-            mine, theirs = getattr(self, key), getattr(other, key)
-            if mine != theirs:
-                raise Refusal(
-                    f"manifests differ in {key}: {theirs[:16]} came, {mine[:16]} was expected;"
-                    " use the same model, tokenizer and fedloom version on every node"
-                )
-        self._check_listing(other.arrays)
-
     def check_arrays(self, arrays: Arrays) -> None:
         """Refuse arrays with other names, shapes or dtypes, or with a value that is not finite."""
         self._check_listing({n: (tuple(a.shape), str(a.dtype)) for n, a in arrays.items()})

@@ -65,10 +65,13 @@ def test_csv_of_the_first_release_has_no_header(tmp_path):
         ('{"subject": "anatomy", "prompt": "?"}', "columns subject, prompt: expected subject"),
         ('{"subject": "s", "question": "?", "choices": ["a", "b"], "answer": 0}', "list of four"),
         ('{"subject": "s", "question": "?", "choices": "a b", "answer": 0}', "no JSON list"),
-        ('{"subject": "s", "question": "?", "choices": [1, 2, 3, 4], "answer": 4}', "answer is 4"),
+        (
+            '{"subject": "s", "question": "?", "choices": [1, 2, 3, 4], "answer": 4}',
+            "answer is int of 1",
+        ),
         (
             '{"subject": "s", "question": "?", "choices": [1, 2, 3, 4], "answer": true}',
-            "answer is True",
+            "answer is bool of 4",
         ),
         ("[1]", "line 1: expected an object"),
         ("not json", "line 1 is no JSON"),

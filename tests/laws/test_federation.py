@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from flwr.app import Message
+from flwr.app import Array, Message
 from flwr.clientapp import ClientApp
 from flwr.common.serde import recorddict_to_proto
 from flwr.serverapp.exception import AggregationError
@@ -17,17 +17,20 @@ from safetensors.numpy import load_file
 from fedloom import border, seeds
 from fedloom.clients.bridge import serve
 from fedloom.clients.fednl import FedNLClient
-from fedloom.clients.workbench import holdings, workbench
+from fedloom.clients.workbench import workbench
+from fedloom.config import RunConfig
+from fedloom.data.partition import holdings
 from fedloom.data.prompts import prompt
 from fedloom.data.questions import load_questions
 from fedloom.errors import Refusal
 from fedloom.simulations import client_app, server_app
 from fedloom.simulations.inprocess import InProcessGrid, run_in_process, serve_on
-from fedloom.training import train_locally
+from fedloom.training import _batches
 
 METRICS_THAT_MAY_LEAVE = {
     "num-examples", "steps", "tokens", "loss", "loss-first", "loss-last", "seconds",
-    "gate-mean", "gate-min", "gate-max", "gpu", "pid", "base-loads",
+    "gate-mean", "gate-min", "gate-max", "gate-layer-00", "gate-layer-01",
+    "gpu", "pid", "base-loads",
     "correct", "first-token-correct",
     "gold-ce-sum", "gold-ce-sq-sum", "letter-ce-sum", "letter-ce-sq-sum",
 }  # fmt: skip
@@ -92,21 +95,57 @@ def test_sampling_depends_on_seed_and_round_alone(recipe):
 
 
 def test_one_client_is_central_training_step_for_step(recipe):
+    """Against a loop of its own: plain AdamW, fresh each round, on the same batches."""
     config = recipe(clients__count=1, rounds=3)
     run_in_process(config)
     bench = workbench(config)
     bench.adapter.reset()
-    client = _lone_client(config)
+    rows_held = _lone_client(config)._rows(bench, "train")
+    model, parameters = bench.base.model, list(bench.adapter.parameters().values())
     for server_round in (1, 2, 3):
-        train_locally(
-            bench.adapter,
-            client._rows(bench)[0],
-            lambda batch: client._loss(bench, batch),
-            lambda row: len(row.prompt_ids),
-            config.train,
-            seed=seeds.split(config.seed, server_round, 0, "training"),
+        seed = seeds.split(config.seed, server_round, 0, "training")
+        optimiser = torch.optim.AdamW(
+            parameters, lr=config.train.learning_rate, weight_decay=0.0, foreach=False
         )
-    assert equal(adapter_of(config), bench.adapter.arrays())
+        for batch in _batches(rows_held, lambda row: len(row.prompt_ids), config.train, seed):
+            losses = []
+            for row in batch:
+                logits = model(torch.tensor([row.prompt_ids]), use_cache=False).logits[0, -1]
+                losses.append(-logits.log_softmax(0)[row.letter_ids[row.gold]])
+            optimiser.zero_grad()
+            torch.stack(losses).mean().backward()
+            torch.nn.utils.clip_grad_norm_(parameters, config.train.clip_norm)
+            optimiser.step()
+    trained, central = adapter_of(config), bench.adapter.arrays()
+    for name, array in central.items():
+        # float32 row by row against batches: sums in another order, and Adam divides small by small
+        np.testing.assert_allclose(trained[name], array, rtol=0, atol=5e-5, err_msg=name)
+    start = _start(config)
+    moved = max(float(np.abs(central[name] - start[name]).max()) for name in central)
+    assert moved > 1e-3  # twenty times what is forgiven
+
+
+def _start(config) -> dict[str, np.ndarray]:
+    bench = workbench(config)
+    bench.adapter.reset()
+    return bench.adapter.arrays()
+
+
+class _Same(FedNLClient):
+    """Every node works as partition 0."""
+
+    def fit(self, parameters, config):
+        self.partition_id = 0
+        return super().fit(parameters, config)
+
+
+def test_identical_clients_are_one_client(recipe):
+    app = ClientApp()
+    serve(app, _Same, action="fednl")
+    five, one = recipe(name="five"), recipe(name="one", clients__count=1)
+    run_in_process(five, app)
+    run_in_process(one)
+    assert equal(adapter_of(five), adapter_of(one))
 
 
 def _lone_client(config) -> FedNLClient:
@@ -154,11 +193,11 @@ def test_ledger_equals_the_serialised_bytes(recipe):
     size = lambda m: len(recorddict_to_proto(m.content).SerializeToString())  # noqa: E731
     weighed = rows(Path(config.output) / config.name, "ledger")
     for direction, messages in (("down", grid.sent), ("up", grid.answered)):
-        kept = [m for m in messages if "properties" not in m.metadata.message_type]
         entries = [row for row in weighed if row["direction"] == direction]
-        assert sum(row["bytes"] for row in entries) == sum(map(size, kept))
+        assert sum(row["bytes"] for row in entries) == sum(map(size, messages))
     values = [r for r in weighed if r["dtype"] == "float32" and r["phase"] == "train"]
     assert {row["bytes"] for row in values} == {workbench(config).manifest.nbytes()}
+    assert {row["phase"] for row in weighed} > {"properties", "initial-adapter", "frozen"}
 
 
 def test_share_memory_keeps_lora_at_home_and_apart(recipe):
@@ -228,6 +267,83 @@ def test_bad_clients_are_named_and_dropped_and_the_round_goes_on(recipe):
     alone = recipe(rounds=1, name="alone", clients__count=1)
     run_in_process(alone)
     assert equal(adapter_of(config), adapter_of(alone))  # what client 0 trained, untouched
+
+
+@pytest.mark.parametrize("break_it", ["truncated", "bfloat16", "list weight", "no loss"])
+@pytest.mark.parametrize("who", [0, 4])
+def test_replies_that_cannot_be_read_are_dropped_whoever_sends_them(recipe, break_it, who):
+    def broken(message, context):
+        reply = client_app.app(message, context)
+        if context.node_config["partition-id"] != who or reply.has_error():
+            return reply
+        name, array = next(iter(reply.content.array_records["arrays"].items()))
+        if break_it == "truncated":
+            bad = Array(array.dtype, array.shape, array.stype, array.data[:-7])
+        else:
+            bad = Array("bfloat16", array.shape, "torch.raw", array.data)
+        if break_it in ("truncated", "bfloat16"):
+            reply.content.array_records["arrays"][name] = bad
+        metrics = reply.content.metric_records["metrics"]
+        if break_it == "list weight":
+            metrics["num-examples"] = [3]
+        if break_it == "no loss":
+            del metrics["loss"]
+        return reply
+
+    app = ClientApp()
+    app.train("fednl")(broken)
+    app.evaluate("fednl")(lambda message, context: client_app.app(message, context))
+    app.query("properties")(lambda message, context: client_app.app(message, context))
+    app.query("initial_adapter")(lambda message, context: client_app.app(message, context))
+    config = recipe(rounds=1)
+    run_in_process(config, app)
+    folder = Path(config.output) / config.name
+    failed = [e for e in rows(folder, "events") if e["event"] == "client-failed"]
+    assert [e["partition"] for e in failed] == [who]
+    trained = [r["partition"] for r in rows(folder, "metrics") if r["phase"] == "train"]
+    assert trained == [p for p in range(5) if p != who]
+
+
+def test_a_failed_last_evaluation_keeps_the_adapter_and_tells_the_truth(recipe):
+    class NoScores(FedNLClient):
+        def evaluate(self, parameters, config):
+            if config["round"] == 2:
+                raise RuntimeError("no room")
+            return super().evaluate(parameters, config)
+
+    app = ClientApp()
+    serve(app, NoScores, action="fednl")
+    config = recipe(rounds=2)
+    with pytest.raises(RuntimeError, match="no client could score the last round"):
+        run_in_process(config, app)
+    assert adapter_of(config)
+    assert rows(Path(config.output) / config.name, "events")[-1]["status"] == "failed"
+
+
+def test_a_bad_row_is_refused_without_its_text(recipe, tmp_path):
+    """A refusal travels to the coordinator: it says where and what kind, never what."""
+    row = {
+        "question": "secret patient?",
+        "subject": "anatomy",
+        "choices": ["secret"] * 3,
+        "answer": 0,
+    }
+    (tmp_path / "q.jsonl").write_text(json.dumps(row) + "\n")
+    config = recipe(data__source=f"path:{tmp_path / 'q.jsonl'}")
+    grid = Recorder(client_app.app, 5, config.flat())
+    with pytest.raises(Refusal, match="line 1: choices are 3 entries"):
+        serve_on(grid, server_app.app, config)
+    assert grid.answered
+    assert not any("secret" in reply.error.reason for reply in grid.answered)
+
+
+def test_a_second_run_of_one_name_has_a_folder_of_its_own(recipe):
+    config = recipe(rounds=1)
+    run_in_process(config)
+    run_in_process(config.replaced(seed=5))
+    first, second = (Path(config.output) / name for name in (config.name, f"{config.name}-2"))
+    assert len(rows(first, "metrics")) == len(rows(second, "metrics"))
+    assert RunConfig.from_toml(second / "config.toml").seed == 5
 
 
 def test_too_few_good_replies_end_the_run(recipe):

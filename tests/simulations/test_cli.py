@@ -5,6 +5,7 @@ import sys
 import pytest
 
 from fedloom.config import RunConfig
+from fedloom.data.partition import holdings
 from fedloom.errors import Refusal
 
 # typer 0.20, which Flower 1.42 asks for, uses what click 8.5 calls deprecated
@@ -81,7 +82,7 @@ def test_preflight_lets_a_good_recipe_pass(recipe, monkeypatch):
     monkeypatch.chdir(recipe.parent)
     config = runner.with_absolute_paths(RunConfig.from_toml(recipe))
     manifest = recipe.parent / "p.json"
-    manifest.write_text(runner.partition_of(config).to_json())
+    manifest.write_text(holdings(config.data, config.seed)[1].to_json())
     runner.preflight(config.replaced(data__manifest=str(manifest)), "inprocess")
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fedloom import border
 from fedloom.errors import Refusal
 from fedloom.simulations.inprocess import InProcessGrid
-from fedloom.strategies import ReplyStream, Roster
+from fedloom.strategies import Journal, ReplyStream, Roster
 from fedloom.strategies.roster import roll_call, wait_for_nodes
 
 
@@ -63,7 +63,7 @@ def test_too_few_nodes_is_an_error_and_no_endless_wait():
 def test_two_nodes_with_one_partition_are_refused():
     grid = ReplyStream(InProcessGrid(echo(), 2, {}), 10)
     with pytest.raises(Refusal, match="two nodes hold partition 0"):
-        roll_call(grid, [1000, 1001], ask)
+        roll_call(grid, [1000, 1001], ask, Journal())
 
 
 @given(

@@ -3,8 +3,8 @@
 
 Nothing of the LLM is replaced.  LoRA is peft's; the memory is a submodule of each attention layer
 and a set of PyTorch hooks: projections are tapped for raw queries, keys and values, and the
-layer's output is mixed with what the memory read, through the layer's own output projection.  Any
-Hugging Face attention with ``q_proj``, ``k_proj``, ``v_proj`` and ``o_proj`` can carry it.
+layer's output is mixed with what the memory read, through the layer's own output projection.
+Tested on Hugging Face's Llama, Qwen2 and Qwen3 attention.
 """
 
 from __future__ import annotations
@@ -34,22 +34,32 @@ from fedloom.adapters.sequences import Layout, layout
 from fedloom.config import RunConfig
 from fedloom.errors import Refusal
 
+_PASS = "fedloom_pass"  # keyword that carries a pass from the decoder to its attention layers
+
 
 @dataclass
 class _Pass:
-    """What the layers of one forward pass share."""
+    """What the layers of one forward pass share.
 
-    listening: bool = True
-    """False while the adapter is off."""
-    truncate_chunks: int = 0
-    layout: Layout | None = None
+    It travels in the layers' keyword arguments, so that a layer that is recomputed in the backward
+    pass (activation checkpointing) meets the pass it belonged to, not the latest one.
+    """
+
+    layout: Layout | None
     windows: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class _Switch:
+    """Whether the memory takes part; the adapter turns it, all its layers look at it."""
+
+    on: bool = True
 
 
 class GraftedMemory(nn.Module):
     """The memory and gate of one attention layer, and the hooks that tie them in."""
 
-    def __init__(self, attention: nn.Module, config: RunConfig, shared: _Pass) -> None:
+    def __init__(self, attention: nn.Module, config: RunConfig, switch: _Switch) -> None:
         super().__init__()
         model_config = cast(Any, attention.config)
         dim = cast(int, attention.head_dim)
@@ -58,7 +68,8 @@ class GraftedMemory(nn.Module):
         self.delta = DeltaMemory(config.memory, heads=heads, groups=groups, dim=dim)
         self.gate = MemoryGate(config.memory, width=model_config.hidden_size)
         self._match_rms, self._window = config.memory.match_rms, config.memory.window
-        self._index, self._shared = cast(int, attention.layer_idx), shared
+        self._truncate = config.train.truncate_chunks
+        self._index, self._switch = cast(int, attention.layer_idx), switch
         self._taps: dict[str, Tensor] = {}
         self._call: dict[str, Any] = {}
 
@@ -81,26 +92,30 @@ class GraftedMemory(nn.Module):
 
     def _before(self, _module: nn.Module, inputs: Any, kwargs: dict[str, Any]) -> Any:
         """Note what the layer was given and narrow its attention to the window."""
-        if not self._shared.listening:
-            return None
+        kwargs = dict(kwargs)
+        shared = kwargs.pop(_PASS, None) or _Pass(None)  # the model need not know the keyword
+        if not self._switch.on:
+            return inputs, kwargs
         cache = kwargs.get("cache", kwargs.get("past_key_values"))
         x = kwargs["hidden_states"] if "hidden_states" in kwargs else inputs[0]
         past = cache.get_seq_length(self._index) if cache is not None else 0
-        self._call = {"x": x, "cache": cache, "past": past}
+        self._call = {"x": x, "cache": cache, "past": past, "layout": shared.layout}
         if self._window:
-            mask = self._windowed(kwargs.get("attention_mask"), x, past)
-            kwargs = {**kwargs, "attention_mask": mask}
+            mask = self._windowed(kwargs.get("attention_mask"), x, past, shared.windows)
+            kwargs["attention_mask"] = mask
         return inputs, kwargs
 
-    def _windowed(self, mask: Tensor | None, x: Tensor, past: int) -> Tensor:
+    def _windowed(
+        self, mask: Tensor | None, x: Tensor, past: int, windows: dict[tuple[int, int], Tensor]
+    ) -> Tensor:
         queries = x.shape[1]
         keys = mask.shape[-1] if mask is not None else past + queries
-        seen = self._shared.windows.get((queries, keys))
+        seen = windows.get((queries, keys))
         if seen is None:
             at = torch.arange(past, past + queries, device=x.device)[:, None]
             back = at - torch.arange(keys, device=x.device)[None, :]
             seen = ((back >= 0) & (back < self._window))[None, None]
-            self._shared.windows[queries, keys] = seen
+            windows[queries, keys] = seen
         if mask is None:
             return seen
         if mask.dtype == torch.bool:
@@ -110,14 +125,14 @@ class GraftedMemory(nn.Module):
 
     def _after(self, attention: nn.Module, _inputs: Any, output: Any) -> Any:
         """Mix the softmax branch with what the memory read."""
-        if not self._shared.listening:
+        if not self._switch.on:
             return None
         base, *rest = output
         call, self._call = self._call, {}
         q, k, v = (self._taps.pop(name) for name in ("q", "k", "v"))
         if self.gate.kind == "shut":
             return None
-        read = self._read(q, k, v, call["cache"], call["past"])
+        read = self._read(q, k, v, call["cache"], call["past"], call["layout"])
         o_proj = attention.get_submodule("o_proj")
         memory = o_proj(unit_rms(read).to(base.dtype))
         wide = torch.promote_types(base.dtype, torch.float32)
@@ -128,7 +143,15 @@ class GraftedMemory(nn.Module):
         mixed = torch.lerp(softmax, memory, self.gate(call["x"]).to(wide))
         return (mixed.to(base.dtype), *rest)
 
-    def _read(self, q: Tensor, k: Tensor, v: Tensor, cache: Cache | None, past: int) -> Tensor:
+    def _read(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: Cache | None,
+        past: int,
+        rows: Layout | None,
+    ) -> Tensor:
         state = cache.memory.get(self._index) if isinstance(cache, MemoryCache) else None
         if past and state is None:
             raise ValueError(
@@ -136,14 +159,13 @@ class GraftedMemory(nn.Module):
                 " pass cache=MemoryCache(model.config) from the first token on"
             )
         read: Tensor
-        rows, cut = self._shared.layout, self._shared.truncate_chunks
         if rows is None:
-            read, state = self.delta(q, k, v, state, truncate_chunks=cut)
+            read, state = self.delta(q, k, v, state, truncate_chunks=self._truncate)
         else:
-            if state is not None and len(state.S_BHDD) != len(rows.take_NL):
-                raise ValueError("rows packed with several documents cannot be continued")
+            if isinstance(cache, MemoryCache) and not rows.one_a_row:
+                raise ValueError("a row of several documents has no one memory to carry on")
             q, k, v = (rows.gather(each) for each in (q, k, v))
-            read, state = self.delta(q, k, v, state, rows.real_NL, cut)
+            read, state = self.delta(q, k, v, state, rows.real_NL, self._truncate)
             read = rows.scatter(read)
         if isinstance(cache, MemoryCache):
             cache.memory[self._index] = state
@@ -164,7 +186,7 @@ class Adapter:
         layers = _layers(base, config.last_layers)
         self.peft_config = peft_config(config.lora, layers)
         self.model: peft.PeftModel = hang_lora(base, config.lora, layers=layers, seed=seed)
-        self._pass = _Pass(truncate_chunks=config.train.truncate_chunks)
+        self._switch = _Switch()
         self._handles: list[RemovableHandle] = []
         self._attentions: list[nn.Module] = []
         if config.memory.enabled:
@@ -179,7 +201,7 @@ class Adapter:
         self._handles.append(hook)
         for index in layers:
             attention = decoder.layers[index].self_attn
-            graft = GraftedMemory(attention, self.config, self._pass)
+            graft = GraftedMemory(attention, self.config, self._switch)
             weight = next(attention.parameters())
             graft.to(device=weight.device)
             if weight.dtype == torch.float64:
@@ -188,16 +210,17 @@ class Adapter:
             self._handles += graft.hook(attention)
             self._attentions.append(attention)
 
-    def _before_pass(self, _module: nn.Module, inputs: Any, kwargs: dict[str, Any]) -> None:
+    def _before_pass(self, _module: nn.Module, inputs: Any, kwargs: dict[str, Any]) -> Any:
         """Find padding and packed documents once, for all layers."""
         ids = kwargs.get("input_ids", inputs[0] if inputs else None)
         ids = kwargs.get("inputs_embeds") if ids is None else ids
         mask = kwargs.get("attention_mask")
         if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
             raise ValueError("the memory needs the two-dimensional attention mask [B, T]")
-        used = None if mask is None else mask[:, -cast(Tensor, ids).shape[1] :]
-        self._pass.layout = layout(used, kwargs.get("position_ids"))
-        self._pass.windows.clear()
+        rows, tokens = cast(Tensor, ids).shape[:2]
+        used = None if mask is None else mask[:, -tokens:]
+        found = layout(rows, used, kwargs.get("position_ids"))
+        return inputs, {**kwargs, _PASS: _Pass(found)}
 
     def _trainable(self) -> dict[str, nn.Parameter]:
         named = self.model.named_parameters()
@@ -239,12 +262,12 @@ class Adapter:
     @contextmanager
     def off(self) -> Iterator[None]:
         """The untouched LLM, for as long as the block lasts."""
-        self._pass.listening = False
+        self._switch.on = False
         try:
             with self.model.disable_adapter():
                 yield
         finally:
-            self._pass.listening = True
+            self._switch.on = True
 
     def gates(self) -> list[Tensor]:
         """Return alpha of each layer that carries a memory."""
@@ -256,6 +279,8 @@ class Adapter:
             handle.remove()
         for attention in self._attentions:
             del attention.memory
+        if self.config.train.checkpoint_layers:
+            self.model.get_base_model().activation_checkpointing_disable()
         return cast(PreTrainedModel, self.model.unload())
 
 

@@ -34,11 +34,8 @@ class MemoryState:
     S_BHDD: Tensor
     tail_BTHD: Tensor
     """The last two raw keys, which the next token's step size pools."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the state."""
-        return sum(x.numel() * x.element_size() for x in (self.S_BHDD, self.tail_BTHD))
+    begun_B: Tensor
+    """False for a row that was all padding so far: its first key is still to come."""
 
 
 class MemoryCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped here
@@ -86,7 +83,8 @@ class MemoryCache(DynamicCache):  # type: ignore[misc]  # transformers is untype
     def _pick(self, rows: Tensor) -> None:
         for layer, state in self.memory.items():
             at = rows.to(state.S_BHDD.device)
-            self.memory[layer] = MemoryState(state.S_BHDD[at], state.tail_BTHD[at])
+            picked = (x[at] for x in (state.S_BHDD, state.tail_BTHD, state.begun_B))
+            self.memory[layer] = MemoryState(*picked)
 
 
 class DeltaMemory(nn.Module):
@@ -155,7 +153,10 @@ class DeltaMemory(nn.Module):
             chunk=self.config.chunk,
             truncate_chunks=truncate_chunks,
         )
-        return out.flatten(2), MemoryState(S, _last_keys(window, real))
+        begun = window.new_ones(len(window), dtype=torch.bool) if real is None else real.any(1)
+        if state is not None:
+            begun = begun | state.begun_B
+        return out.flatten(2), MemoryState(S, _last_keys(window, real), begun)
 
     def _features(self, x: Tensor) -> Tensor:
         if self.config.feature_map == "silu-l2":
@@ -164,7 +165,9 @@ class DeltaMemory(nn.Module):
 
     def _with_tail(self, k_BTHD: Tensor, state: MemoryState | None) -> Tensor:
         """Put the two keys before this stretch in front; a sequence's first key stands in."""
-        tail = k_BTHD[:, :1].expand(-1, _POOLED - 1, -1, -1) if state is None else state.tail_BTHD
+        tail = k_BTHD[:, :1].expand(-1, _POOLED - 1, -1, -1)
+        if state is not None:
+            tail = torch.where(state.begun_B[:, None, None, None], state.tail_BTHD, tail)
         return torch.cat((tail, k_BTHD), dim=1)
 
     def _step_size(self, window: Tensor) -> Tensor:
@@ -202,9 +205,10 @@ class MemoryGate(nn.Module):
     def __init__(self, config: MemoryConfig, *, width: int) -> None:
         super().__init__()
         self.kind = config.gate
-        if self.kind in ("vector", "scalar"):
+        if self.kind in ("vector", "scalar", "fixed"):
             size = width if self.kind == "vector" else 1
-            self.logit = nn.Parameter(torch.full((size,), config.gate_init))
+            start = torch.full((size,), config.gate_init)
+            self.logit = nn.Parameter(start, requires_grad=self.kind != "fixed")
         elif self.kind == "dynamic":
             self.weight = nn.Parameter(torch.zeros(width))
             self.logit = nn.Parameter(torch.full((1,), config.gate_init))

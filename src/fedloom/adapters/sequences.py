@@ -27,6 +27,11 @@ class Layout:
     """Flat position ``n * L + l`` of each row's token; 0 where ``used_BT`` is False."""
     used_BT: Tensor
 
+    @property
+    def one_a_row(self) -> bool:
+        """Whether sequence ``n`` is row ``n``, so that its memory can be carried on."""
+        return len(self.take_NL) == len(self.back_BT)
+
     def gather(self, x: Tensor) -> Tensor:
         """Bring ``x`` [B, T, ...] to [N, L, ...]; places beyond a sequence's end hold zeros."""
         rows = x.flatten(0, 1)[self.take_NL]
@@ -38,57 +43,60 @@ class Layout:
         return rows * self.used_BT.reshape(*self.used_BT.shape, *[1] * (x.dim() - 2)).to(x.dtype)
 
 
-def layout(used_BT: Tensor | None, position_BT: Tensor | None) -> Layout | None:
+def layout(
+    rows: int, used_BT: Tensor | None = None, position_BT: Tensor | None = None
+) -> Layout | None:
     """Find the sequences of a batch, or ``None`` when each row is one sequence without padding.
 
     A token starts a sequence if it is the first real one of its row or if its position does not
-    follow the position of the real token before it (documents packed into one row).
+    follow the position of the real token before it (documents packed into one row).  A row without
+    any real token is an empty sequence.
 
     Parameters
     ----------
+    rows : int
+        B.
     used_BT : Tensor, optional
         True for tokens, False for padding.
     position_BT : Tensor, optional
         Position ids, with a batch dimension of 1 or B.
     """
     packed = position_BT is not None and bool((position_BT.diff(dim=1) != 1).any())
-    if used_BT is None and not packed:
-        return None
-    if used_BT is None:
-        assert position_BT is not None
-        used_BT = torch.ones_like(position_BT, dtype=torch.bool)
-    used_BT = used_BT.bool()
-    if bool(used_BT.all()) and not packed:
-        return None
-    return _layout(used_BT, _sequence_ids(used_BT, position_BT if packed else None))
+    if not packed:
+        if used_BT is None or bool(used_BT.all()):
+            return None
+        position_BT = None
+    elif position_BT is not None:
+        position_BT = position_BT.expand(rows, -1)
+        used_BT = torch.ones_like(position_BT) if used_BT is None else used_BT
+    assert used_BT is not None
+    return _layout(used_BT.bool(), _starts(used_BT.bool(), position_BT))
 
 
-def _sequence_ids(used_BT: Tensor, position_BT: Tensor | None) -> Tensor:
-    """Number the sequences over the whole batch; the value at padding means nothing."""
+def _starts(used_BT: Tensor, position_BT: Tensor | None) -> Tensor:
+    """Mark the tokens that start a sequence; in a row without tokens, its first place."""
+    first = used_BT & (used_BT.long().cumsum(1) == 1)
+    first[~used_BT.any(1), 0] = True
+    if position_BT is None:
+        return first
+    flat = used_BT.flatten().nonzero().squeeze(1)
+    position = position_BT.flatten()[flat]
+    follows = torch.zeros_like(used_BT.flatten())
+    follows[flat[1:]] = position[1:] == position[:-1] + 1
+    return first | (used_BT & ~follows.view_as(used_BT))
+
+
+def _layout(used_BT: Tensor, starts_BT: Tensor) -> Layout:
     B, T = used_BT.shape
-    flat = used_BT.flatten()
-    row = torch.arange(B, device=flat.device).repeat_interleave(T)[flat]
-    starts = torch.ones_like(row, dtype=torch.bool)
-    starts[1:] = row[1:] != row[:-1]
-    if position_BT is not None:
-        position = position_BT.expand(B, T).flatten()[flat]
-        starts[1:] |= position[1:] != position[:-1] + 1
-    ids = torch.zeros(B * T, dtype=torch.long, device=flat.device)
-    ids[flat] = starts.long().cumsum(0) - 1
-    return ids.view(B, T)
-
-
-def _layout(used_BT: Tensor, id_BT: Tensor) -> Layout:
-    T = used_BT.shape[1]
+    id_BT = (starts_BT.flatten().long().cumsum(0) - 1).clamp_min(0).view(B, T)
     where = used_BT.flatten().nonzero().squeeze(1)
     ids = id_BT.flatten()[where]
-    lengths = torch.bincount(ids)
-    first = lengths.cumsum(0) - lengths
-    place = torch.arange(len(where), device=where.device) - first[ids]
-    N, L = len(lengths), int(lengths.max())
+    lengths = torch.bincount(ids, minlength=int(starts_BT.sum()))
+    place = torch.arange(len(where), device=where.device) - (lengths.cumsum(0) - lengths)[ids]
+    N, L = len(lengths), max(1, int(lengths.max()))
     take = torch.zeros(N, L, dtype=torch.long, device=where.device)
     real = torch.zeros(N, L, dtype=torch.bool, device=where.device)
     take[ids, place], real[ids, place] = where, True
-    back = torch.zeros(used_BT.numel(), dtype=torch.long, device=where.device)
+    back = torch.zeros(B * T, dtype=torch.long, device=where.device)
     back[where] = ids * L + place
-    return Layout(take, real, back.view(-1, T), used_BT)
+    return Layout(take, real, back.view(B, T), used_BT)

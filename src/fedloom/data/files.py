@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,6 +14,22 @@ from fedloom.errors import Refusal
 
 Row = tuple[str, Mapping[str, Any]]
 ENDINGS = (".parquet", ".csv", ".jsonl")
+
+
+def extra(module: str) -> Any:
+    """Import a module that a coordinator does without.
+
+    Raises
+    ------
+    Refusal
+        If it is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise Refusal(
+            f"{module} is not installed and this source needs it: pip install 'fedloom[node]'"
+        ) from error
 
 
 def rows(path: Path) -> Iterator[Row]:
@@ -36,11 +53,9 @@ def rows(path: Path) -> Iterator[Row]:
 
 
 def _parquet(path: Path) -> Iterator[Row]:
-    import pyarrow
-    import pyarrow.parquet
-
+    pyarrow, parquet = extra("pyarrow"), extra("pyarrow.parquet")
     try:
-        table = pyarrow.parquet.read_table(path)
+        table = parquet.read_table(path)
     except pyarrow.ArrowInvalid as error:
         raise Refusal(f"{path} is no Parquet file: {error}") from error
     for index, row in enumerate(table.to_pylist()):
@@ -53,7 +68,7 @@ def _jsonl(path: Path) -> Iterator[Row]:
             try:
                 row = json.loads(line) if line.strip() else None
             except ValueError as error:
-                raise Refusal(f"{path.name} line {number} is no JSON: {error}") from error
+                raise Refusal(f"{path.name} line {number} is no JSON object") from error
             if row is not None and not isinstance(row, dict):
                 raise Refusal(f"{path.name} line {number}: expected an object with MMLU's columns")
             if row is not None:
@@ -66,9 +81,9 @@ def _csv(path: Path) -> Iterator[Row]:
         header = next(lines, [])
         if _is_bare(header):
             names = ["question", "A", "B", "C", "D", "answer"]
-            for line in [header, *lines]:
+            for number, line in enumerate([header, *lines], start=1):
                 row = dict(zip(names, line, strict=False))
-                yield f"{path.name} {line[0][:20]!r}", {"subject": _subject(path), **row}
+                yield f"{path.name} row {number}", {"subject": _subject(path), **row}
             return
         for line in lines:
             yield (

@@ -7,16 +7,19 @@ that is passed around tells nothing of the questions themselves.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
+from pathlib import Path
 
 from fedloom import seeds
+from fedloom.config import DataConfig
 from fedloom.data import mmlu
-from fedloom.data.questions import Question, distinct
+from fedloom.data.questions import Question, distinct, load_questions
 from fedloom.errors import Refusal
 
 
@@ -228,3 +231,45 @@ def _differences(a: Partition, b: Partition) -> list[tuple[str, object, object]]
                 for index, (x, y) in enumerate(zip(left, right, strict=False))
             ]
     return [*pairs, ("the digest", a.digest()[:16], b.digest()[:16])]
+
+
+@functools.lru_cache(maxsize=4)
+def holdings(data: DataConfig, seed: int) -> tuple[list[Question], Partition]:
+    """Load a recipe's questions and divide them; hold the result against ``data.manifest``.
+
+    Raises
+    ------
+    Refusal
+        If the data cannot be read, a client has too few rows, or the manifest says otherwise.
+    """
+    questions = load_questions(data.source)
+    made = make_partition(
+        questions,
+        source=data.source,
+        seed=seed,
+        max_train=data.max_train,
+        max_test=data.max_test,
+        test_share=data.test_share,
+        min_train=data.min_train,
+        min_test=data.min_test,
+    )
+    if data.manifest:
+        read_partition(Path(data.manifest)).check_same(made)
+    return questions, made
+
+
+def read_partition(path: Path) -> Partition:
+    """Read the partition manifest that every node must agree with.
+
+    Raises
+    ------
+    Refusal
+        If there is no such file or it is no partition.
+    """
+    try:
+        return Partition.from_json(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise Refusal(
+            f"data.manifest {path} cannot be read ({error}); expected a file that"
+            " `fedloom partition RECIPE --write FILE` made"
+        ) from error

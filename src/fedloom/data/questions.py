@@ -15,6 +15,7 @@ from typing import Any
 
 from fedloom import archives
 from fedloom.data import files
+from fedloom.data.files import extra
 from fedloom.errors import Refusal, nearest
 
 LETTERS = "ABCD"
@@ -106,9 +107,11 @@ def _choices(row: Mapping[str, Any], where: str) -> tuple[str, str, str, str]:
         try:
             came = json.loads(came)
         except ValueError as error:
-            raise Refusal(f"{where}: choices {came[:40]!r} are no JSON list") from error
+            raise Refusal(f"{where}: choices are text that is no JSON list of four") from error
     if not isinstance(came, (list, tuple)) or len(came) != 4 or None in came:
-        raise Refusal(f"{where}: choices are {came!r:.60}, expected a list of four")
+        # The row's text stays here: a refusal may travel to the coordinator.
+        kind = f"{len(came)} entries" if isinstance(came, (list, tuple)) else type(came).__name__
+        raise Refusal(f"{where}: choices are {kind}, expected a list of four texts")
     a, b, c, d = (str(choice).strip() for choice in came)
     return a, b, c, d
 
@@ -119,12 +122,12 @@ def _gold(answer: object, where: str) -> int:
         return int(text)
     if len(text) == 1 and text in LETTERS:
         return LETTERS.index(text)
-    raise Refusal(f"{where}: answer is {answer!r}, expected 0 to 3 or A to D")
+    kind = f"{type(answer).__name__} of {len(text)} characters"
+    raise Refusal(f"{where}: answer is {kind}, expected 0 to 3 or A to D")
 
 
 def _hub(name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    import datasets
-
+    datasets = extra("datasets")
     try:
         table = datasets.load_dataset(name, "all", split="test")
     except Exception as error:  # datasets and the hub raise by way of httpx, OSError, ValueError
@@ -148,8 +151,7 @@ def _packaged() -> Iterator[Question]:
 
 
 def _few_shots(subject: str, text: bytes) -> Iterator[Question]:
-    import yaml
-
+    yaml = extra("yaml")
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times quicker where it was built
     samples = yaml.load(text, loader)["fewshot_config"]["samples"]
     marks = r"(.*?)\s*\(A\)\s*(.*?)\s*\(B\)\s*(.*?)\s*\(C\)\s*(.*?)\s*\(D\)\s*(.*)"

@@ -4,3 +4,4 @@
 from fedloom.rules.averaging import mean as mean
 from fedloom.rules.averaging import momentum as momentum
 from fedloom.rules.averaging import total as total
+from fedloom.rules.product_gap import ProductGap as ProductGap
