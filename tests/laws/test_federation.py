@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import peft
 import pytest
 import torch
 from flwr.app import Array, Message
@@ -23,6 +24,7 @@ from fedloom.data.partition import holdings
 from fedloom.data.prompts import prompt
 from fedloom.data.questions import load_questions
 from fedloom.errors import Refusal
+from fedloom.models import tiny
 from fedloom.simulations import client_app, server_app
 from fedloom.simulations.inprocess import InProcessGrid, run_in_process, serve_on
 from fedloom.training import _batches
@@ -399,3 +401,16 @@ def test_a_different_partition_manifest_is_refused(recipe, tmp_path):
     _, own = holdings(config.data, seed=config.seed)
     (tmp_path / "own.json").write_text(own.to_json())
     run_in_process(config.replaced(data__manifest=str(tmp_path / "own.json"), name="own", rounds=1))
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft 0.21's own
+def test_saved_adapter_loads_in_plain_peft(recipe):
+    config = recipe()
+    run_in_process(config)
+    folder = Path(config.output) / config.name / "adapter"
+    plain = peft.PeftModel.from_pretrained(tiny.build("llama"), folder)
+    saved = load_file(folder / "adapter_model.safetensors")
+    loaded = peft.get_peft_model_state_dict(plain)
+    assert loaded.keys() == saved.keys()
+    assert all(torch.equal(loaded[name], torch.from_numpy(saved[name])) for name in saved)
+    assert any(array.any() for name, array in saved.items() if "lora_B" in name)
