@@ -24,7 +24,7 @@ from torch.nn.functional import normalize
 
 from fedloom.ops.delta_rule import delta_rule, naive_delta_rule
 
-SHAPES = {"3x64": (3, 64, 64), "2x128": (2, 128, 128)}  # heads x dim: heads, dim, chunk
+SHAPES = {"3x64": (3, 64, 64), "2x128": (2, 128, 64)}  # heads x dim: heads, dim, default chunk
 GEMM = 2048  # side of the square sgemm
 
 
@@ -152,7 +152,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=15, help="rounds of chunkwise and matmul")
     parser.add_argument("--naive-repeats", type=int, default=3, help="of them with the recurrence")
     parser.add_argument("--group", type=int, default=1, help="queries of a KV head (G)")
