@@ -58,7 +58,7 @@ class DataConfig:
     source: str = "packaged:mmlu-dev"
     """``packaged:mmlu-dev``, ``hub:cais/mmlu`` or ``path:FILE-OR-DIR`` (parquet, CSV, JSONL)."""
     max_train: int = 2000
-    """At most so many training rows a client (specs: FedNL Table 3)."""
+    """At most so many training rows a client (FedNL, Table 3)."""
     max_test: int = 200
     test_share: float = 1 / 6
     """Of a client's rows, the share kept for testing before ``max_test`` caps it."""

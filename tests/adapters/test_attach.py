@@ -260,7 +260,7 @@ def test_keys_have_norm_one_inside_the_model():
 
 @pytest.mark.parametrize("truncate", [0, 1])
 def test_a_late_loss_reaches_the_first_writes_unless_detached(ids, truncate):
-    """BPTT: "store this for later" can only be learnt through S (specs 1.6)."""
+    """BPTT: "store this for later" can only be learnt through S."""
     model = tiny.build("llama").double().eval().requires_grad_(False)
     window = {"memory__window": 4, "train__truncate_chunks": truncate, "last_layers": 1}
     attach(model, HEARD.replaced(**window, memory__chunk=8))
@@ -402,7 +402,7 @@ def test_last_layers_adapts_those_next_to_the_output():
     ("targets", "lora"), [("q,k,v", 2_359_296), ("q,k,v,o", 3_407_872), ("all-linear", 11_272_192)]
 )
 def test_counts_on_the_shapes_of_llama_3_2_1b(targets, lora):
-    """32,768 memory parameters; LoRA of rank 16 as counted in specs 1.5."""
+    """32,768 memory parameters; LoRA of rank 16 as the paper counts it."""
     with torch.device("meta"):
         shapes = LlamaConfig(
             vocab_size=128256,

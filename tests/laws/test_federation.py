@@ -1,4 +1,4 @@
-"""DESIGN 4's laws of federation, on the real apps over a tiny model, every message serialised."""
+"""The laws of federation, on the real apps over a tiny model, every message serialised."""
 
 from __future__ import annotations
 
