@@ -179,7 +179,7 @@ class AdapterStrategy(Strategy):
         self, server_round: int, replies: Iterable[Message], rows: list[dict[str, Any]]
     ) -> Iterator[Update]:
         def read(partition: int, records: RecordDict) -> Update:
-            update = border.update_of(records, self.manifest)
+            update = border.update_of(records, self.manifest, partition)
             metrics = border.checked_metrics(records, ("loss",))
             rows.append(self._row(server_round, "train", partition, metrics))
             return update

@@ -66,6 +66,7 @@ def test_every_shipped_recipe_is_valid(path):
         ("name", "../up", "becomes a folder"),
         ("seed", -1, "at least 0"),
         ("server.momentum", 1.0, "below 1"),
+        ("server.rule", "svdd", "did you mean svd?"),
         ("method", "fedwhat", "expected one of fednl"),
     ],
 )

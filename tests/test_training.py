@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -13,7 +15,7 @@ from fedloom.data.prompts import Encoded
 from fedloom.evaluation import ChoiceScores, score_choices
 from fedloom.models import tiny
 from fedloom.models.answers import Prompts, answer_logits, answer_loss
-from fedloom.training import _batches, train_locally
+from fedloom.training import _batches, _pull, train_locally
 
 
 def rows(count: int) -> list[Encoded]:
@@ -144,3 +146,34 @@ def test_scores_are_what_the_definition_says_and_add_up(adapter):
         assert scores.gold_ce_sum == pytest.approx(gold_ce, rel=1e-5)  # float32 forward
         assert scores.letter_ce_sum == pytest.approx(letter_ce, rel=1e-5)
     assert whole.tokens == sum(map(length, examples))
+
+
+def test_proximal_pull_is_the_gradient_of_fedprox(adapter):
+    """One step after a first one has moved the adapter: autograd of the whole objective."""
+    parameters = list(adapter.parameters().values())
+    start = [p.detach().clone() for p in parameters]
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.add_(0.01)
+    plain, _ = loss_on(adapter)(rows(4))
+    distance = sum((p - s).square().sum() for p, s in zip(parameters, start, strict=True))
+    wanted = torch.autograd.grad(plain + 0.7 / 2 * distance, parameters, retain_graph=True)
+    plain.backward()
+    _pull(parameters, start, 0.7)
+    for parameter, grad in zip(parameters, wanted, strict=True):
+        torch.testing.assert_close(parameter.grad, grad, rtol=1e-5, atol=1e-7)  # float32 sums
+
+
+def test_mu_zero_is_fedavg_to_the_bit_and_a_large_mu_stays_near():
+    moved, arrays = {}, {}
+    for mu in (None, 0.0, 1e4):
+        adapter = attach(tiny.build("llama").requires_grad_(False), RunConfig())
+        start = adapter.arrays()
+        config = TrainConfig(max_steps=6, clip_norm=0.0, learning_rate=1e-3)
+        if mu is not None:
+            config = dataclasses.replace(config, proximal_mu=mu)
+        train_locally(adapter, rows(8), loss_on(adapter), length, config, seed=1)
+        arrays[mu] = adapter.arrays()
+        moved[mu] = max(float(np.abs(a - start[n]).max()) for n, a in arrays[mu].items())
+    assert all((arrays[None][n] == arrays[0.0][n]).all() for n in arrays[None])
+    assert moved[1e4] < 0.6 * moved[0.0]

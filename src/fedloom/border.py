@@ -113,7 +113,7 @@ def checked_metrics(records: RecordDict, needed: Iterable[str] = ()) -> dict[str
     return metrics
 
 
-def update_of(records: RecordDict, manifest: Manifest) -> Update:
+def update_of(records: RecordDict, manifest: Manifest, origin: int = -1) -> Update:
     """Read a training reply as an update, after the manifest has been held against it.
 
     Raises
@@ -123,7 +123,7 @@ def update_of(records: RecordDict, manifest: Manifest) -> Update:
     """
     arrays = arrays_of(records)
     manifest.check_arrays(arrays)
-    return Update.of(arrays, checked_metrics(records)[WEIGHT])
+    return Update.of(arrays, checked_metrics(records)[WEIGHT], origin)
 
 
 def wire_bytes(records: RecordDict) -> dict[str, int]:

@@ -157,6 +157,8 @@ class TrainConfig:
     weight_decay: float = 0.0
     clip_norm: float = 1.0
     """Clip the gradient's norm over all trainable arrays; 0 does not clip."""
+    proximal_mu: float = 0.0
+    """FedProx: pull towards the round's start with ``mu / 2 |theta - start|^2``; 0 is FedAvg."""
     truncate_chunks: int = 0
     """Cut back-propagation through the memory every so many chunks; 0 is full BPTT."""
     checkpoint_layers: bool = False
@@ -168,6 +170,7 @@ class TrainConfig:
         _at_least("train.batch-size", self.batch_size, 1)
         _at_least("train.weight-decay", self.weight_decay, 0)
         _at_least("train.clip-norm", self.clip_norm, 0)
+        _at_least("train.proximal-mu", self.proximal_mu, 0)
         _at_least("train.truncate-chunks", self.truncate_chunks, 0)
         _at_least("train.memory-learning-rate", self.memory_learning_rate, 0)
         if not self.learning_rate > 0:
@@ -234,12 +237,21 @@ class ClientsConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """What the server does with the mean of the replies."""
+    """How the server makes one adapter of the replies."""
 
+    rule: str = "mean"
+    """``mean`` averages LoRA's factors (FedNL eq. 6); ``svd`` takes the adapter of this rank that
+    is nearest to the mean of their products. Gates and taps are averaged either way."""
     momentum: float = 0.0
-    """FedAvgM on the adapter: 0 is the plain weighted mean of Algorithm 1."""
+    """FedAvgM on the mean of factors: 0 is the plain weighted mean of Algorithm 1."""
 
     def __post_init__(self) -> None:
+        _one_of("server.rule", self.rule, ("mean", "svd"))
+        if self.rule != "mean" and self.momentum:
+            raise Refusal(
+                f'server.momentum = {self.momentum} with server.rule = "{self.rule}": steps between'
+                " factors of different gauges mean nothing; set one of the two to its default"
+            )
         if not 0 <= self.momentum < 1:
             raise Refusal(f"server.momentum = {self.momentum}: expected at least 0 and below 1")
 

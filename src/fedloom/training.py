@@ -70,6 +70,7 @@ def train_locally(
     started = time.perf_counter()
     parameters = list(adapter.parameters().values())
     optimiser = _optimiser(adapter.parameters(), config)
+    start = [p.detach().clone() for p in parameters] if config.proximal_mu else []
     batches = _batches(examples, length, config, seed)
     losses: list[float] = []
     sizes: list[int] = []
@@ -79,7 +80,11 @@ def train_locally(
         adapter.model.train()
         for batch in batches:
             value, seen = loss(batch)
-            _step(value, optimiser, parameters, config.clip_norm)
+            _backward(value, optimiser)
+            _pull(parameters, start, config.proximal_mu)
+            if config.clip_norm:
+                torch.nn.utils.clip_grad_norm_(parameters, config.clip_norm)
+            optimiser.step()
             losses.append(value.item())
             sizes.append(len(batch))
             tokens += seen
@@ -100,19 +105,21 @@ def _optimiser(named: dict[str, nn.Parameter], config: TrainConfig) -> torch.opt
     )
 
 
-def _step(
-    value: Tensor,
-    optimiser: torch.optim.Optimizer,
-    parameters: list[nn.Parameter],
-    clip_norm: float,
-) -> None:
+def _backward(value: Tensor, optimiser: torch.optim.Optimizer) -> None:
     if not math.isfinite(value.item()):
         raise FloatingPointError(f"the training loss is {value.item()}; try a lower learning rate")
     optimiser.zero_grad(set_to_none=True)
     value.backward()
-    if clip_norm:
-        torch.nn.utils.clip_grad_norm_(parameters, clip_norm)
-    optimiser.step()
+
+
+def _pull(parameters: list[nn.Parameter], start: list[Tensor], mu: float) -> None:
+    """Add FedProx's gradient ``mu (theta - start)`` (arXiv 1812.06127); in the gradient, not decay.
+
+    AdamW's weight decay would bypass the moments and pull towards zero.
+    """
+    for parameter, anchor in zip(parameters, start, strict=bool(start)):
+        if parameter.grad is not None:
+            parameter.grad.add_(parameter.detach() - anchor, alpha=mu)
 
 
 def _devices(parameters: list[nn.Parameter]) -> list[torch.device]:

@@ -44,12 +44,15 @@ class Update:
     """Sum of weights; examples, not batches."""
     residue: dict[str, NDArray[np.float64]]
     """What float64 rounded off the sums."""
+    origin: int = -1
+    """Partition that a single contribution came from; a sum has none."""
 
     @classmethod
-    def of(cls, arrays: Arrays, weight: float) -> Update:
+    def of(cls, arrays: Arrays, weight: float, origin: int = -1) -> Update:
         """One contribution: ``arrays`` as trained on ``weight`` examples."""
         sums = {name: np.asarray(array, np.float64) * weight for name, array in arrays.items()}
-        return cls(sums, float(weight), {name: np.zeros_like(s) for name, s in sums.items()})
+        residue = {name: np.zeros_like(s) for name, s in sums.items()}
+        return cls(sums, float(weight), residue, origin)
 
     def __add__(self, other: Update) -> Update:
         if odd := self.sums.keys() ^ other.sums.keys():

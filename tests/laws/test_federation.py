@@ -414,3 +414,45 @@ def test_saved_adapter_loads_in_plain_peft(recipe):
     assert loaded.keys() == saved.keys()
     assert all(torch.equal(loaded[name], torch.from_numpy(saved[name])) for name in saved)
     assert any(array.any() for name, array in saved.items() if "lora_B" in name)
+
+
+def products(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    names = [name for name in arrays if ".lora_A." in name]
+    return {n: arrays[n.replace(".lora_A.", ".lora_B.")].astype(float) @ arrays[n] for n in names}
+
+
+def test_svd_rule_is_one_clients_own_product_and_repeats_to_the_bit(recipe):
+    one = [
+        recipe(name=rule, server__rule=rule, clients__count=1, rounds=1) for rule in ("mean", "svd")
+    ]
+    for config in one:
+        run_in_process(config)
+    plain, refactored = (products(adapter_of(config)) for config in one)
+    assert max(np.abs(p).max() for p in plain.values()) > 1e-4
+    for name, product in plain.items():
+        # one rounding of each factor to float32
+        np.testing.assert_allclose(
+            refactored[name], product, rtol=0, atol=1e-7 + 1e-6 * abs(product).max()
+        )
+    five = [recipe(name=name, server__rule="svd") for name in ("once", "again")]
+    for config in five:
+        run_in_process(config)
+    assert equal(*map(adapter_of, five))
+    last = [e for e in rows(Path(five[0].output) / "once", "events") if e["event"] == "round"][-1]
+    assert 0 < last["truncation-error"] < 1
+    assert 0 < last["agg-error"] < 1
+
+
+def test_svd_rule_is_nearer_to_the_mean_of_products_than_the_mean_of_factors(recipe):
+    """After one round, from the same replies; only a test may form the dense target."""
+    grid = recorded(recipe(name="mean", rounds=1))
+    run_in_process(recipe(name="svd", rounds=1, server__rule="svd"))
+    replies = [r for r in grid.answered if r.metadata.message_type == "train.fednl"]
+    weights = np.array([border.metrics_of(r.content)["num-examples"] for r in replies], float)
+    trained = [products(border.arrays_of(r.content)) for r in replies]
+    made = {rule: products(adapter_of(recipe(name=rule))) for rule in ("mean", "svd")}
+    for name in trained[0]:
+        wanted = sum(w * t[name] for w, t in zip(weights / weights.sum(), trained, strict=True))
+        off = {rule: np.linalg.norm(made[rule][name] - wanted) for rule in made}
+        assert off["svd"] <= off["mean"] + 1e-9
+    assert len(replies) == 5
