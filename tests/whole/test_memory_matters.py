@@ -1,192 +1,65 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory carries what the window cannot: a small Llama learns to recall, by S and S alone.
-
-A row is ``key value key value ... filler ... key ? key ? ...``; some keys are given a second value,
-which is then the right answer.  The filler is longer than two layers of windowed attention reach
-back, so what a question knows of the pairs came through the memory.  Layer 1 moves a key onto its
-value's token, layer 2 writes the two and reads them: the smallest model that can bind at all.
-
-S is zeroed or swapped at a cut.  ``WINDOW`` fillers before the first question, S is the only thing
-that crosses it: no question sees a filler from before.  Right before the first question, attention
-still sees fillers that have read the state, so that it must also be S that the answers come from.
-"""
+"""The memory carries what the window cannot; task, model and training are the benchmark's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import importlib.util
+import sys
+from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
-
-from fedloom.adapters.attach import Adapter, attach
-from fedloom.adapters.memory import MemoryCache, MemoryState
-from fedloom.config import RunConfig
 
 pytestmark = pytest.mark.slow
 
-LAYERS, WINDOW, FILLER = 2, 8, 16
-KEYS, VALUES = 16, 16
-BLANK, FIRST_KEY, FIRST_VALUE = 0, 1, 1 + KEYS
-CHANCE = 1 / VALUES
-STEPS, WARM_UP, BATCH, RATE = 2000, 50, 32, 5e-3
-NEARBY = 400  # first steps: little filler and few pairs, from which binding is learnt sooner
-CONFIG = RunConfig().replaced(
-    memory__window=WINDOW, memory__gate_init=0.0, memory__chunk=20, lora__targets="v"
-)
-
-
-# Shapes: B row, T token, A question (one for each key of the row).
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Rows of one length, in twos that share keys and questions but not values."""
-
-    context_BT: Tensor
-    questions_BT: Tensor
-    """Each key that is asked, then a blank where its value would stand."""
-    answer_BA: Tensor
-    overwritten_BA: Tensor
-    """True for keys that were given a second value."""
-
-
-def draw(
-    count: int, random: torch.Generator, *, pairs: int = 4, again: int = 2, filler: int = FILLER
-) -> Rows:
-    """Draw ``pairs`` keys a row with a value each, then a second value for ``again`` of them."""
-
-    def shuffled(rows: int, among: int) -> Tensor:
-        return torch.rand(rows, among, generator=random).argsort(dim=1)
-
-    keys = shuffled(count // 2, KEYS)[:, :pairs].repeat_interleave(2, dim=0)
-    values = FIRST_VALUE + shuffled(count, VALUES)[:, : pairs + again]
-    written = FIRST_KEY + torch.cat((keys, keys[:, :again]), dim=1)
-    given = torch.stack((written, values), dim=2).flatten(1)
-    right = torch.cat((values[:, pairs:], values[:, again:pairs]), dim=1)
-    order = shuffled(count // 2, pairs).repeat_interleave(2, dim=0)
-    asked = FIRST_KEY + keys.gather(1, order)
-    return Rows(
-        context_BT=F.pad(given, (0, filler), value=BLANK),
-        questions_BT=torch.stack((asked, torch.full_like(asked, BLANK)), dim=2).flatten(1),
-        answer_BA=right.gather(1, order),
-        overwritten_BA=order < again,
-    )
-
-
-def learn(seed: int, *, steps: int = STEPS) -> Adapter:
-    """Train everything, from scratch, on the questions' answers."""
-    shape = LlamaConfig(
-        vocab_size=FIRST_VALUE + VALUES,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        initializer_range=64**-0.5,
-        rope_parameters={"rope_type": "default", "rope_theta": 10.0},  # it only turns in a window
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        adapter = attach(LlamaForCausalLM(shape), CONFIG.replaced(seed=seed))
-    model = adapter.model.requires_grad_(True).train()
-    optimiser = torch.optim.AdamW(
-        model.parameters(), lr=RATE, betas=(0.9, 0.98), weight_decay=0.0, fused=True
-    )
-    random = torch.Generator().manual_seed(seed)
-    for step in range(steps):
-        optimiser.param_groups[0]["lr"] = RATE * min(
-            (step + 1) / WARM_UP, 1.0, 2 * (1 - step / steps)
-        )
-        nearby = step < NEARBY
-        rows = (
-            draw(BATCH, random, pairs=3, again=1, filler=step % 3)
-            if nearby
-            else draw(BATCH, random)
-        )
-        whole = torch.cat((rows.context_BT, rows.questions_BT), dim=1)
-        logits = model(whole, use_cache=False).logits[:, rows.context_BT.shape[1] :: 2]
-        F.cross_entropy(logits.flatten(0, 1), rows.answer_BA.flatten()).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimiser.step()
-        optimiser.zero_grad()
-    model.eval()
-    return adapter
-
-
-Change = Callable[[MemoryState], MemoryState]
-
-
-def zeroed(state: MemoryState) -> MemoryState:
-    empty = (torch.zeros_like(x) for x in (state.S_BHDD, state.tail_BTHD))
-    return MemoryState(*empty, state.begun_B)
-
-
-def swapped(state: MemoryState) -> MemoryState:
-    """Give each row the state of the row that shares its keys."""
-    return MemoryState(swap(state.S_BHDD), swap(state.tail_BTHD), swap(state.begun_B))
-
-
-def swap(x: Tensor) -> Tensor:
-    return x.unflatten(0, (-1, 2)).flip(1).flatten(0, 1)
-
-
-@torch.no_grad()
-def said(adapter: Adapter, rows: Rows, change: Change | None = None, after: int = WINDOW) -> Tensor:
-    """Read the rows up to ``after`` fillers before the end, change S, ask; logits [B, A, V]."""
-    cache = MemoryCache(adapter.model.get_base_model().config)
-    read = rows.context_BT.shape[1] - after
-    adapter.model(rows.context_BT[:, :read], cache=cache, use_cache=True)
-    assert sorted(cache.memory) == list(range(LAYERS))
-    if change is not None:
-        cache.memory = {layer: change(state) for layer, state in cache.memory.items()}
-    rest = torch.cat((rows.context_BT[:, read:], rows.questions_BT), dim=1)
-    return adapter.model(rest, cache=cache, use_cache=True).logits[:, after::2]
-
-
-def share(hit: Tensor) -> float:
-    return hit.float().mean().item()
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "fednl" / "mechanism.py"
 
 
 @pytest.fixture(scope="module")
-def trained() -> Adapter:
+def study():
+    spec = importlib.util.spec_from_file_location("mechanism", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["mechanism"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def trained(study):
     torch.set_num_threads(1)
-    return learn(seed=0)
+    return study.learn(seed=0)
 
 
 @pytest.fixture(scope="module")
-def held_out() -> Rows:
-    return draw(1024, torch.Generator().manual_seed(10_000))
+def held_out(study):
+    return study.draw(1024, torch.Generator().manual_seed(10_000))
 
 
-def test_attention_alone_cannot_reach_the_pairs():
-    assert LAYERS * (WINDOW - 1) < FILLER - 1
+def test_attention_alone_cannot_reach_the_pairs(study):
+    assert study.LAYERS * (study.WINDOW - 1) < study.FILLER - 1
 
 
-def test_the_memory_recalls_what_left_the_window(trained, held_out):
-    assert share(said(trained, held_out).argmax(-1) == held_out.answer_BA) >= 0.9
+def test_the_memory_recalls_what_left_the_window(study, trained, held_out):
+    hit = study.said(trained, held_out).argmax(-1) == held_out.answer_BA
+    assert study.share(hit) >= 0.9
 
 
-def test_an_overwritten_key_answers_with_its_new_value(trained, held_out):
-    hit = said(trained, held_out).argmax(-1) == held_out.answer_BA
-    assert share(hit[held_out.overwritten_BA]) >= 0.9
+def test_an_overwritten_key_answers_with_its_new_value(study, trained, held_out):
+    hit = study.said(trained, held_out).argmax(-1) == held_out.answer_BA
+    assert study.share(hit[held_out.overwritten_BA]) >= 0.9
 
 
-@pytest.mark.parametrize("after", [WINDOW, 0])
-def test_without_the_state_nothing_is_recalled(trained, held_out, after):
-    logits = said(trained, held_out, zeroed, after)
-    assert share(logits.argmax(-1) == held_out.answer_BA) <= CHANCE + 0.1
-    if after == WINDOW:  # S was the only carrier: rows that differ in their values are now alike
+@pytest.mark.parametrize("early", [True, False])
+def test_without_the_state_nothing_is_recalled(study, trained, held_out, early):
+    logits = study.said(trained, held_out, study.zeroed, study.WINDOW if early else 0)
+    assert study.share(logits.argmax(-1) == held_out.answer_BA) <= study.CHANCE + 0.1
+    if early:  # S was the only carrier: rows that differ in their values are now alike
         torch.testing.assert_close(logits[0::2], logits[1::2])
 
 
-@pytest.mark.parametrize("after", [WINDOW, 0])
-def test_the_answers_follow_a_swapped_state(trained, held_out, after):
-    answers = said(trained, held_out, swapped, after).argmax(-1)
-    assert share(answers == swap(held_out.answer_BA)) >= 0.8
-    assert share(answers == held_out.answer_BA) <= CHANCE + 0.1
+@pytest.mark.parametrize("early", [True, False])
+def test_the_answers_follow_a_swapped_state(study, trained, held_out, early):
+    after = study.WINDOW if early else 0
+    answers = study.said(trained, held_out, study.swapped, after).argmax(-1)
+    assert study.share(answers == study.swap(held_out.answer_BA)) >= 0.8
+    assert study.share(answers == held_out.answer_BA) <= study.CHANCE + 0.1
