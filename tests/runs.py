@@ -1,0 +1,58 @@
+"""Run the real apps in process and look at what crossed and what was left."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+from flwr.app import Message
+from safetensors.numpy import load_file
+
+from fedloom.simulations import client_app, server_app
+from fedloom.simulations.inprocess import InProcessGrid, serve_on
+
+METRICS_THAT_MAY_LEAVE = {
+    "num-examples", "steps", "tokens", "loss", "loss-first", "loss-last", "seconds",
+    "gate-mean", "gate-min", "gate-max", "gate-layer-00", "gate-layer-01",
+    "gpu", "pid", "base-loads",
+    "correct", "first-token-correct",
+    "gold-ce-sum", "gold-ce-sq-sum", "letter-ce-sum", "letter-ce-sq-sum",
+}  # fmt: skip
+
+
+def rows(folder: Path, kind: str) -> list[dict]:
+    return [json.loads(line) for line in (folder / f"{kind}.jsonl").read_text().splitlines()]
+
+
+def adapter_of(config) -> dict[str, np.ndarray]:
+    folder = Path(config.output) / config.name / "adapter"
+    return load_file(folder / "adapter_model.safetensors") | load_file(
+        folder / "memory.safetensors"
+    )
+
+
+def equal(a: dict, b: dict) -> bool:
+    return a.keys() == b.keys() and all(
+        (a[n].view(np.uint8) == b[n].view(np.uint8)).all() for n in a
+    )
+
+
+class Recorder(InProcessGrid):
+    """The in-process grid, keeping what crossed it."""
+
+    def __init__(self, *args) -> None:
+        super().__init__(*args)
+        self.sent, self.answered = [], []
+
+    def _deliver(self, name: str, message: Message) -> Message:
+        reply = super()._deliver(name, message)
+        self.sent.append(message)
+        self.answered.append(reply)
+        return reply
+
+
+def recorded(config) -> Recorder:
+    grid = Recorder(client_app.app, config.clients.count, config.flat())
+    serve_on(grid, server_app.app, config)
+    return grid
