@@ -71,6 +71,7 @@ class InProcessGrid(Grid):
         names = []
         for message in messages:
             names.append(str(uuid.uuid4()))
+            message.metadata.__dict__["_message_id"] = names[-1]  # as Flower's grids do
             self._waiting[names[-1]] = message
         return names
 

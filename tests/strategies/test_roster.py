@@ -46,6 +46,37 @@ def test_replies_come_one_by_one_and_only_once():
     assert len(list(stream)) == 2
 
 
+def test_replies_are_their_own_nodes_though_a_message_was_not_stored():
+    """Flower's in-memory grid leaves out the id of a message that it could not store."""
+
+    class Lossy(InProcessGrid):
+        def push_messages(self, messages):
+            first, *others = super().push_messages(messages)
+            del self._waiting[first]
+            return others
+
+    grid = ReplyStream(Lossy(echo(), 3, {}), 10)
+    replies = list(grid.send_and_receive([ask(1000), ask(1001), ask(1002)]))
+    assert [grid.destination(reply) for reply in replies] == [1001, 1002]
+    assert [reply.metadata.src_node_id for reply in replies] == [1001, 1002]
+
+
+def test_an_error_reply_from_flower_itself_is_its_nodes():
+    """For a node that is gone the SuperLink answers, under its own node id."""
+
+    class Gone(InProcessGrid):
+        def _deliver(self, name, message):
+            reply = super()._deliver(name, message)
+            reply.metadata.__dict__["_src_node_id"] = 1
+            return reply
+
+    grid = ReplyStream(Gone(echo(), 2, {}), 10)
+    assert [grid.destination(r) for r in grid.send_and_receive([ask(1000), ask(1001)])] == [
+        1000,
+        1001,
+    ]
+
+
 def test_silent_nodes_end_the_wait():
     started = time.monotonic()
     assert list(ReplyStream(Mute(echo(), 2, {}), 0.3).send_and_receive([ask(1000)])) == []

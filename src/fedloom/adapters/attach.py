@@ -62,6 +62,11 @@ class GraftedMemory(nn.Module):
     def __init__(self, attention: nn.Module, config: RunConfig, switch: _Switch) -> None:
         super().__init__()
         model_config = cast(Any, attention.config)
+        if config.memory.window and getattr(attention, "sliding_window", None):
+            raise Refusal(
+                f"memory.window = {config.memory.window} on a model whose layers slide a window of"
+                " their own: use memory.window = 0"
+            )
         dim = cast(int, attention.head_dim)
         heads = model_config.num_key_value_heads
         groups = model_config.num_attention_heads // heads

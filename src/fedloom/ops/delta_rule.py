@@ -48,29 +48,6 @@ def naive_delta_rule(
     ), S
 
 
-def delta_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    state: Tensor | None = None,
-    *,
-    rule: str = "explicit",
-    read_before_write: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Write and read one token, as decoding does: ``delta_rule``'s arguments without T."""
-    out, S = naive_delta_rule(
-        q.unsqueeze(1),
-        k.unsqueeze(1),
-        v.unsqueeze(1),
-        beta.unsqueeze(1),
-        state,
-        rule=rule,
-        read_before_write=read_before_write,
-    )
-    return out.squeeze(1), S
-
-
 def delta_rule(
     q: Tensor,
     k: Tensor,

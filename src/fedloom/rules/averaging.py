@@ -46,7 +46,7 @@ def momentum(
 ) -> tuple[dict[str, NDArray[Any]], dict[str, NDArray[np.float64]]]:
     """Take a server step with momentum (FedAvgM, arXiv 1909.06335): ``v <- factor v + d``.
 
-    ``d`` is the mean's step away from the round's start; ``factor = 0`` returns the mean's bits.
+    ``d`` is the mean's step away from the round's start.
 
     Returns
     -------
@@ -61,4 +61,4 @@ def momentum(
         step = np.asarray(mean_array, np.float64) - before
         kept[name] = step + factor * velocity[name] if velocity is not None else step
         fresh[name] = (before + kept[name]).astype(mean_array.dtype)
-    return (fresh if factor else dict(averaged)), kept
+    return fresh, kept
