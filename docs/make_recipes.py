@@ -62,7 +62,10 @@ warm-up that would show one method more data than another.
 def field_docs() -> dict[tuple[str, str], str]:
     """Return the string under each field, by (class, field)."""
     docs = {}
-    for node in ast.parse(inspect.getsource(config)).body:
+    sources = [
+        path.read_text(encoding="utf-8") for path in Path(config.__file__).parent.glob("*.py")
+    ]
+    for node in (node for source in sources for node in ast.parse(source).body):
         if not isinstance(node, ast.ClassDef):
             continue
         for field, after in zip(node.body, node.body[1:], strict=False):

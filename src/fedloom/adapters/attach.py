@@ -46,6 +46,8 @@ class _Pass:
     """
 
     layout: Layout | None
+    place_BK: Tensor | None = None
+    """Index of each key's token in its own sequence; ``None`` where that is its index."""
     windows: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
 
@@ -73,6 +75,7 @@ class GraftedMemory(nn.Module):
         self.delta = DeltaMemory(config.memory, heads=heads, groups=groups, dim=dim)
         self.gate = MemoryGate(config.memory, width=model_config.hidden_size)
         self._match_rms, self._window = config.memory.match_rms, config.memory.window
+        self._sinks = config.memory.sinks
         self._truncate = config.train.truncate_chunks
         self._index, self._switch = cast(int, attention.layer_idx), switch
         self._taps: dict[str, Tensor] = {}
@@ -106,27 +109,33 @@ class GraftedMemory(nn.Module):
         past = cache.get_seq_length(self._index) if cache is not None else 0
         self._call = {"x": x, "cache": cache, "past": past, "layout": shared.layout}
         if self._window:
-            mask = self._windowed(kwargs.get("attention_mask"), x, past, shared.windows)
-            kwargs["attention_mask"] = mask
+            kwargs["attention_mask"] = self._windowed(kwargs.get("attention_mask"), x, past, shared)
         return inputs, kwargs
 
-    def _windowed(
-        self, mask: Tensor | None, x: Tensor, past: int, windows: dict[tuple[int, int], Tensor]
-    ) -> Tensor:
+    def _windowed(self, mask: Tensor | None, x: Tensor, past: int, shared: _Pass) -> Tensor:
         queries = x.shape[1]
         keys = mask.shape[-1] if mask is not None else past + queries
-        seen = windows.get((queries, keys))
+        seen = shared.windows.get((queries, keys))
         if seen is None:
             at = torch.arange(past, past + queries, device=x.device)[:, None]
             back = at - torch.arange(keys, device=x.device)[None, :]
             seen = ((back >= 0) & (back < self._window))[None, None]
-            windows[queries, keys] = seen
+            if self._sinks:
+                seen = seen | ((back >= 0) & self._is_sink(keys, shared, x.device))
+            shared.windows[queries, keys] = seen
         if mask is None:
             return seen
         if mask.dtype == torch.bool:
             return mask & seen
         narrowed: Tensor = mask.masked_fill(~seen, torch.finfo(mask.dtype).min)
         return narrowed
+
+    def _is_sink(self, keys: int, shared: _Pass, device: torch.device) -> Tensor:
+        """Mark the keys that stay in sight, [1 or B, 1, 1, keys]."""
+        place = torch.arange(keys, device=device)[None]
+        if shared.place_BK is not None:
+            place = shared.place_BK[:, :keys]
+        return ((place >= 0) & (place < self._sinks))[:, None, None]
 
     def _after(self, attention: nn.Module, _inputs: Any, output: Any) -> Any:
         """Mix the softmax branch with what the memory read."""
@@ -225,7 +234,7 @@ class Adapter:
         rows, tokens = cast(Tensor, ids).shape[:2]
         used = None if mask is None else mask[:, -tokens:]
         found = layout(rows, used, kwargs.get("position_ids"))
-        return inputs, {**kwargs, _PASS: _Pass(found)}
+        return inputs, {**kwargs, _PASS: _Pass(found, _places(mask, found))}
 
     def _trainable(self) -> dict[str, nn.Parameter]:
         named = self.model.named_parameters()
@@ -287,6 +296,15 @@ class Adapter:
         if self.config.train.checkpoint_layers:
             self.model.get_base_model().activation_checkpointing_disable()
         return cast(PreTrainedModel, self.model.unload())
+
+
+def _places(mask: Tensor | None, rows: Layout | None) -> Tensor | None:
+    """Return each key's index in its own sequence, [B, K], -1 for padding."""
+    if rows is not None and not rows.one_a_row:
+        return torch.where(rows.used_BT, rows.back_BT % rows.take_NL.shape[1], -1)
+    if mask is None:
+        return None
+    return torch.where(mask.bool(), mask.long().cumsum(1) - 1, -1)
 
 
 def _graft_of(attention: nn.Module) -> GraftedMemory:

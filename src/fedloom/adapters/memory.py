@@ -25,6 +25,7 @@ from fedloom.ops.delta_rule import delta_rule
 
 _EPS = 1e-6
 _POOLED = 3  # raw keys that the step size looks at
+KEY_TAPS = (0.3, 0.7)  # of this token's raw key and the last one's
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,9 @@ class DeltaMemory(nn.Module):
         taps = torch.full((heads, dim, _POOLED), 1 / _POOLED)
         self.taps = nn.Parameter(taps, requires_grad=train)
         self.bias = nn.Parameter(torch.zeros(heads, dim), requires_grad=train)
+        if config.key_taps != "off":
+            mix = torch.tensor(KEY_TAPS).repeat(heads, 1)
+            self.mix = nn.Parameter(mix, requires_grad=config.key_taps == "learnt")
 
     def forward(
         self,
@@ -144,7 +148,7 @@ class DeltaMemory(nn.Module):
             v_BTHD = v_BTHD * self.dim**-0.5
         out, S = delta_rule(
             self._features(q_BTHGD),
-            self._features(k_BTHD),
+            self._features(self._keys(window)),
             v_BTHD,
             beta,
             None if state is None else state.S_BHDD,
@@ -162,6 +166,18 @@ class DeltaMemory(nn.Module):
         if self.config.feature_map == "silu-l2":
             x = F.silu(x)
         return F.normalize(x, dim=-1, eps=_EPS)
+
+    def _keys(self, window: Tensor) -> Tensor:
+        """Return the raw keys to write under, [B, T, H, D]: with taps, mixed with the one before.
+
+        A token's own key finds the token itself; what a reader asks for is what came after it.
+        A short causal mix binds the value to that key, as DeltaNet's convolution does.
+        """
+        own, before = window[:, _POOLED - 1 :], window[:, _POOLED - 2 : -1]
+        if self.config.key_taps == "off":
+            return own
+        now, last = self.mix.to(window)[..., None].unbind(1)
+        return now * own + last * before
 
     def _with_tail(self, k_BTHD: Tensor, state: MemoryState | None) -> Tensor:
         """Put the two keys before this stretch in front; a sequence's first key stands in."""

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is hung on the frozen model: LoRA and the memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fedloom.config.checks import at_least, one_of
+from fedloom.errors import Refusal
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Low-rank adapters, hung by peft."""
+
+    rank: int = 8
+    alpha: float = 16.0
+    dropout: float = 0.0
+    targets: str = "q,k,v"
+    """Comma-separated projections, or ``all-linear`` (FedNL's 11.3 M baseline)."""
+
+    def __post_init__(self) -> None:
+        at_least("lora.rank", self.rank, 1)
+        known = ("q", "k", "v", "o", "gate", "up", "down")
+        for name in [] if self.targets == "all-linear" else self.targets.split(","):
+            one_of("lora.targets", name.strip(), known)
+        if not 0 <= self.dropout < 1:
+            raise Refusal(f"lora.dropout = {self.dropout}: expected at least 0 and below 1")
+        if not self.alpha > 0:
+            raise Refusal(f"lora.alpha = {self.alpha}: expected a positive number")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryConfig:
+    """The delta-rule memory beside attention and the gate that mixes it in (FedNL section 2.2)."""
+
+    enabled: bool = True
+    rule: str = "explicit"
+    """``explicit`` eq. (3)/(9), ``proximal`` exact minimiser of eq. (2), ``hebbian`` ablation."""
+    read_before_write: bool = False
+    """False reads ``S_t q_t`` (Algorithm 1, appendix B); True reads ``S_{t-1} q_t`` (eq. 5)."""
+    feature_map: str = "silu-l2"
+    """Map of raw queries and keys, before any rotary embedding; ``l2`` leaves SiLU out."""
+    scale_values: bool = True
+    """Multiply values by ``d**-0.5`` as TPTT does."""
+    beta: str = "token"
+    """Step size: ``token`` is sigmoid of the pooled raw key, ``fixed`` is 0.5 everywhere."""
+    beta_trainable: bool = False
+    """Train the pool's three taps and bias. Frozen taps give FedNL's 32,768 parameters."""
+    negative_eigenvalues: bool = False
+    """Double the step size to (0, 2), as in arXiv 2411.12537."""
+    key_taps: str = "off"
+    """Write under a mix of this token's raw key and the last one's, so that a value is bound to
+    what stood before it: ``off`` is the paper, ``fixed`` is 0.3 and 0.7, ``learnt`` starts there
+    and trains two numbers a KV head."""
+    gate: str = "vector"
+    """``vector`` of width D a layer, one ``scalar`` a layer, ``dynamic`` (linear map of the token),
+    ``fixed`` (not trained; with ``gate-init`` 0 TPTT's constant 0.5), ``shut`` (alpha = 0) or
+    ``open`` (alpha = 1, memory only)."""
+    gate_init: float = -3.0
+    """Logit at the start: sigmoid(-3) is about 0.05, close to the pretrained function."""
+    match_rms: bool = True
+    """Rescale the memory's output to the softmax branch's RMS, token by token."""
+    window: int = 0
+    """Softmax branch sees so many tokens back; 0 is full attention."""
+    sinks: int = 0
+    """With a window, so many first tokens of each sequence stay in sight (arXiv 2309.17453)."""
+    chunk: int = 64
+    """Tokens a chunk of the exact chunkwise delta rule."""
+
+    def __post_init__(self) -> None:
+        one_of("memory.rule", self.rule, ("explicit", "proximal", "hebbian"))
+        one_of("memory.feature-map", self.feature_map, ("silu-l2", "l2"))
+        one_of("memory.beta", self.beta, ("token", "fixed"))
+        one_of("memory.gate", self.gate, ("vector", "scalar", "dynamic", "fixed", "shut", "open"))
+        one_of("memory.key-taps", self.key_taps, ("off", "fixed", "learnt"))
+        at_least("memory.window", self.window, 0)
+        at_least("memory.sinks", self.sinks, 0)
+        if self.sinks and not self.window:
+            raise Refusal(f"memory.sinks = {self.sinks} without a window: set memory.window too")
+        at_least("memory.chunk", self.chunk, 1)

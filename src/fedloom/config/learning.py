@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How clients learn, how they are scored, and how the server makes one adapter of theirs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fedloom.config.checks import at_least, one_of
+from fedloom.errors import Refusal
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """One client's work in one round. Optimiser state is fresh each round and never leaves."""
+
+    epochs: int = 1
+    max_steps: int = 0
+    """Stop a client's round after so many optimiser steps; 0 is whole epochs."""
+    batch_size: int = 4
+    learning_rate: float = 5e-4
+    memory_learning_rate: float = 0.0
+    """For gates and taps; 0 uses ``learning-rate``."""
+    weight_decay: float = 0.0
+    clip_norm: float = 1.0
+    """Clip the gradient's norm over all trainable arrays; 0 does not clip."""
+    proximal_mu: float = 0.0
+    """FedProx: pull towards the round's start with ``mu / 2 |theta - start|^2``; 0 is FedAvg."""
+    truncate_chunks: int = 0
+    """Cut back-propagation through the memory every so many chunks; 0 is full BPTT."""
+    checkpoint_layers: bool = False
+    """Recompute activations in the backward pass: less memory, more time."""
+
+    def __post_init__(self) -> None:
+        at_least("train.epochs", self.epochs, 1)
+        at_least("train.max-steps", self.max_steps, 0)
+        at_least("train.batch-size", self.batch_size, 1)
+        at_least("train.weight-decay", self.weight_decay, 0)
+        at_least("train.clip-norm", self.clip_norm, 0)
+        at_least("train.proximal-mu", self.proximal_mu, 0)
+        at_least("train.truncate-chunks", self.truncate_chunks, 0)
+        at_least("train.memory-learning-rate", self.memory_learning_rate, 0)
+        if not self.learning_rate > 0:
+            raise Refusal(f"train.learning-rate = {self.learning_rate}: expected a positive number")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+    """When and how the test rows are scored. No gradient, no test-time training of parameters."""
+
+    every: int = 1
+    """Score the global adapter after every so many rounds; the last round is always scored."""
+    batch_size: int = 8
+
+    def __post_init__(self) -> None:
+        at_least("evaluation.every", self.every, 1)
+        at_least("evaluation.batch-size", self.batch_size, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """How the server makes one adapter of the replies."""
+
+    rule: str = "mean"
+    """``mean`` averages LoRA's factors (FedNL eq. 6); ``svd`` takes the adapter of this rank that
+    is nearest to the mean of their products. Gates and taps are averaged either way."""
+    momentum: float = 0.0
+    """FedAvgM on the mean of factors: 0 is the plain weighted mean of Algorithm 1."""
+
+    def __post_init__(self) -> None:
+        one_of("server.rule", self.rule, ("mean", "svd"))
+        if self.rule != "mean" and self.momentum:
+            raise Refusal(
+                f'server.momentum = {self.momentum} with server.rule = "{self.rule}": steps between'
+                " factors of different gauges mean nothing; set one of the two to its default"
+            )
+        if not 0 <= self.momentum < 1:
+            raise Refusal(f"server.momentum = {self.momentum}: expected at least 0 and below 1")

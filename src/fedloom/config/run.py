@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``RunConfig``: everything that a run can be told, and its image as a flat TOML recipe."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast, get_type_hints
+
+from fedloom.config.adapter import LoraConfig, MemoryConfig
+from fedloom.config.baselines import BASELINES
+from fedloom.config.checks import at_least, one_of
+from fedloom.config.learning import EvaluationConfig, ServerConfig, TrainConfig
+from fedloom.config.machine import ClientsConfig, SamplingConfig
+from fedloom.config.material import DataConfig, ModelConfig
+from fedloom.errors import Refusal, nearest
+from fedloom.flat import Scalar, flatten, kebab
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Everything a run can be told; a recipe is its image.
+
+    >>> config = RunConfig.from_flat({"rounds": 5, "lora.rank": 16})
+    >>> config.lora.rank, RunConfig.from_flat(config.flat()) == config
+    (16, True)
+    """
+
+    method: str = "fednl"
+    name: str = "fednl"
+    """Name of the folder that the run leaves."""
+    output: str = "runs"
+    """Folder that holds run folders; relative to where ``fedloom run`` was started (under
+    ``flwr run``, to where its SuperLink was)."""
+    seed: int = 0
+    rounds: int = 3
+    last_layers: int = 0
+    """Adapt only so many layers next to the output; 0 adapts all. Gradients stop below them."""
+    baseline: str = ""
+    """Name of a method to compare with (docs/fednl.md lists them); it sets the keys that make it,
+    where the recipe leaves those at their default. Empty is FedNL."""
+    share: str = "all"
+    """What is averaged: ``all`` (LoRA and gates) or ``memory`` (gates; LoRA stays at home)."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    clients: ClientsConfig = field(default_factory=ClientsConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
+
+    def __post_init__(self) -> None:
+        one_of("method", self.method, ("fednl",))
+        if self.baseline:
+            one_of("baseline", self.baseline, tuple(BASELINES))
+        one_of("share", self.share, ("all", "memory"))
+        at_least("rounds", self.rounds, 1)
+        at_least("seed", self.seed, 0)
+        at_least("last-layers", self.last_layers, 0)
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.name):
+            raise Refusal(
+                f'name = "{self.name}": expected letters, digits, ".", "_" and "-", starting with a'
+                " letter or digit, as it becomes a folder"
+            )
+        self._check_share()
+        self._check_nodes()
+
+    def _check_share(self) -> None:
+        memory = self.memory
+        taps = memory.beta_trainable and memory.beta == "token"
+        trained = memory.enabled and (taps or memory.gate in ("vector", "scalar", "dynamic"))
+        if self.share == "memory" and not trained:
+            raise Refusal(
+                'share = "memory" and no trained gate or taps: nothing would be sent; set'
+                ' memory.gate = "vector" or share = "all"'
+            )
+
+    def _check_nodes(self) -> None:
+        drawn = math.ceil(self.sampling.fraction * self.clients.count - 1e-9)
+        if self.sampling.min_nodes > max(1, drawn):
+            raise Refusal(
+                f"sampling.min-nodes = {self.sampling.min_nodes}: a round asks {drawn} of"
+                f" {self.clients.count} clients; lower it or raise sampling.fraction"
+            )
+
+    def flat(self) -> dict[str, Scalar]:
+        """Return every key of the recipe with its value, dotted and in kebab case."""
+        return dict(flatten(dataclasses.asdict(self)))
+
+    def digest(self) -> str:
+        """Hash all that decides the result, so that both ends know they mean the same run."""
+        places = {"name", "output", "clients.total-cpus", "clients.total-gpus", "model.device"}
+        kept = {key: value for key, value in self.flat().items() if key not in places}
+        return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+
+    @classmethod
+    def from_flat(cls, values: Mapping[str, Scalar]) -> RunConfig:
+        """Build a config from dotted kebab keys; keys left out keep their default.
+
+        Raises
+        ------
+        Refusal
+            For an unknown key (with the nearest known one), a wrong type or a value out of range.
+        """
+        known = cls().flat()
+        for key, value in values.items():
+            if key not in known:
+                raise Refusal(f"unknown key {key}{nearest(key, known)}; see docs/recipes.md")
+            _check_type(key, value, known[key])
+        named = values.get("baseline", "")
+        preset = BASELINES.get(str(named), {})  # an unknown name is refused below
+        kept = {key: value for key, value in values.items() if value != known[key]}
+        return cast(RunConfig, _build(cls, {**preset, **kept}, ""))
+
+    from_flower = from_flat
+    """Flower's ``context.run_config`` is the same flat mapping."""
+
+    @classmethod
+    def from_toml(cls, path: Path) -> RunConfig:
+        """Read a recipe.
+
+        Raises
+        ------
+        Refusal
+            If there is no such file, it is not TOML, or ``from_flat`` refuses what it says.
+        """
+        try:
+            tree = tomllib.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise Refusal(f"recipe {path}: {error.strerror}; expected a TOML file") from error
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise Refusal(f"recipe {path} is not TOML: {error}") from error
+        return cls.from_flat(dict(flatten(tree)))
+
+    def replaced(self, **flat: Scalar) -> RunConfig:
+        """Return a copy with other values; ``__`` stands for a dot and ``_`` for a hyphen."""
+        keys = {kebab(name.replace("__", ".")): value for name, value in flat.items()}
+        return self.from_flat({**self.flat(), **keys})
+
+
+def _check_type(key: str, value: object, example: Scalar) -> None:
+    wanted = type(example)
+    if type(value) is not wanted and not (wanted is float and type(value) is int):
+        raise Refusal(
+            f"{key} = {value!r} is {type(value).__name__}: expected {wanted.__name__},"
+            f" for example {key} = {json.dumps(example)}"
+        )
+
+
+def _build(cls: type[Any], values: Mapping[str, Scalar], prefix: str) -> Any:
+    hints = get_type_hints(cls)
+    made: dict[str, Any] = {}
+    for item in dataclasses.fields(cls):
+        key, kind = prefix + kebab(item.name), hints[item.name]
+        if dataclasses.is_dataclass(kind):
+            made[item.name] = _build(cast(type[Any], kind), values, key + ".")
+        elif key in values:
+            made[item.name] = float(values[key]) if kind is float else values[key]
+    return cls(**made)
