@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that the parts of a recipe share: one sentence that says what came and what was expected."""
+"""Checks that the parts of a recipe share: one sentence with what came and what was expected."""
 
 from __future__ import annotations
 
