@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from fedloom import __version__
+from fedloom.adapters import centring
 from fedloom.adapters.attach import Adapter, attach, is_memory_array
 from fedloom.config import RunConfig
 from fedloom.models.base import Base, load_base
@@ -56,7 +57,7 @@ class _Held:
 
 def _build(config: RunConfig) -> Workbench:
     base = load_base(config.model.source, config.model.dtype, device(config))
-    adapter = attach(base.model, config)
+    adapter = attach(base.model, config, base.tokenizer.encode(centring.TEXT))
     arrays = adapter.arrays()
     if config.share == "memory":
         arrays = {name: array for name, array in arrays.items() if is_memory_array(name)}

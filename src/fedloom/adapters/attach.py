@@ -9,7 +9,7 @@ Tested on Hugging Face's Llama, Qwen2 and Qwen3 attention.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import Cache, PreTrainedModel
 
+from fedloom.adapters.centring import mean_projections
 from fedloom.adapters.lora import checkpoint_name, hang_lora, peft_config
 from fedloom.adapters.memory import (
     DeltaMemory,
@@ -195,7 +196,9 @@ class Adapter:
         The model to call; its frozen weights are the caller's, untouched.
     """
 
-    def __init__(self, base: PreTrainedModel, config: RunConfig, seed: int) -> None:
+    def __init__(
+        self, base: PreTrainedModel, config: RunConfig, seed: int, sample: Sequence[int] = ()
+    ) -> None:
         self.config = config
         layers = _layers(base, config.last_layers)
         self.peft_config = peft_config(config.lora, layers)
@@ -205,6 +208,7 @@ class Adapter:
         self._attentions: list[nn.Module] = []
         if config.memory.enabled:
             self._graft(base, layers)
+            self._centre(base, sample)
         if config.train.checkpoint_layers:
             base.activation_checkpointing_enable({"use_reentrant": False})
         self._start = {name: x.detach().clone() for name, x in self._trainable().items()}
@@ -223,6 +227,20 @@ class Adapter:
             attention.add_module("memory", graft)
             self._handles += graft.hook(attention)
             self._attentions.append(attention)
+
+    def _centre(self, base: PreTrainedModel, sample: Sequence[int]) -> None:
+        """Start learnt centres at the frozen model's means over a sample of text."""
+        if self.config.memory.centre != "learnt":
+            return
+        device = next(base.parameters()).device
+        with self.off():
+            ids = torch.tensor([list(sample)], device=device)
+            means = mean_projections(base, self._attentions, ids)
+        with torch.no_grad():
+            for attention, (q, k) in zip(self._attentions, means, strict=True):
+                delta = _graft_of(attention).delta
+                delta.centre_q.copy_(q.view_as(delta.centre_q))
+                delta.centre_k.copy_(k.view_as(delta.centre_k))
 
     def _before_pass(self, _module: nn.Module, inputs: Any, kwargs: dict[str, Any]) -> Any:
         """Find padding and packed documents once, for all layers."""
@@ -323,8 +341,13 @@ def is_memory_array(name: str) -> bool:
     return ".memory." in name
 
 
-def attach(model: PreTrainedModel, config: RunConfig) -> Adapter:
+def attach(model: PreTrainedModel, config: RunConfig, sample: Sequence[int] = ()) -> Adapter:
     """Hang LoRA and memory on a frozen model; same seed, same start on any machine.
+
+    Parameters
+    ----------
+    sample
+        Token ids of a text, more than four, from which learnt centres (``memory.centre``) start.
 
     >>> from fedloom.models.base import load_base
     >>> model = load_base("tiny:llama").model
@@ -334,4 +357,4 @@ def attach(model: PreTrainedModel, config: RunConfig) -> Adapter:
     >>> adapter.detach() is model
     True
     """
-    return Adapter(model, config, config.seed)
+    return Adapter(model, config, config.seed, sample)

@@ -105,6 +105,9 @@ class DeltaMemory(nn.Module):
         taps = torch.full((heads, dim, _POOLED), 1 / _POOLED)
         self.taps = nn.Parameter(taps, requires_grad=train)
         self.bias = nn.Parameter(torch.zeros(heads, dim), requires_grad=train)
+        if config.centre == "learnt":
+            self.centre_q = nn.Parameter(torch.zeros(heads, groups, dim))
+            self.centre_k = nn.Parameter(torch.zeros(heads, dim))
         if config.key_taps != "off":
             mix = torch.tensor(KEY_TAPS).repeat(heads, 1)
             self.mix = nn.Parameter(mix, requires_grad=config.key_taps == "learnt")
@@ -147,8 +150,8 @@ class DeltaMemory(nn.Module):
         if self.config.scale_values:
             v_BTHD = v_BTHD * self.dim**-0.5
         out, S = delta_rule(
-            self._features(q_BTHGD),
-            self._features(self._keys(window)),
+            self._features(self._less(q_BTHGD, "centre_q")),
+            self._features(self._less(self._keys(window), "centre_k")),
             v_BTHD,
             beta,
             None if state is None else state.S_BHDD,
@@ -166,6 +169,9 @@ class DeltaMemory(nn.Module):
         if self.config.feature_map == "silu-l2":
             x = F.silu(x)
         return F.normalize(x, dim=-1, eps=_EPS)
+
+    def _less(self, x: Tensor, centre: str) -> Tensor:
+        return x - getattr(self, centre).to(x) if self.config.centre == "learnt" else x
 
     def _keys(self, window: Tensor) -> Tensor:
         """Return the raw keys to write under, [B, T, H, D]: with taps, mixed with the one before.

@@ -41,6 +41,9 @@ class MemoryConfig:
     """False reads ``S_t q_t`` (Algorithm 1, appendix B); True reads ``S_{t-1} q_t`` (eq. 5)."""
     feature_map: str = "silu-l2"
     """Map of raw queries and keys, before any rotary embedding; ``l2`` leaves SiLU out."""
+    centre: str = "off"
+    """Take off what raw queries and keys have in common, so that different tokens get different
+    keys: ``off`` is the paper, ``learnt`` starts at the frozen model's means over a short text."""
     scale_values: bool = True
     """Multiply values by ``d**-0.5`` as TPTT does."""
     beta: str = "token"
@@ -71,6 +74,7 @@ class MemoryConfig:
     def __post_init__(self) -> None:
         one_of("memory.rule", self.rule, ("explicit", "proximal", "hebbian"))
         one_of("memory.feature-map", self.feature_map, ("silu-l2", "l2"))
+        one_of("memory.centre", self.centre, ("off", "learnt"))
         one_of("memory.beta", self.beta, ("token", "fixed"))
         one_of("memory.gate", self.gate, ("vector", "scalar", "dynamic", "fixed", "shut", "open"))
         one_of("memory.key-taps", self.key_taps, ("off", "fixed", "learnt"))

@@ -94,7 +94,7 @@ def _hidden(
     trunk: Trunk | None,
     device: torch.device,
 ) -> Tensor:
-    """Return the decoder's output for right-padded rows; causal attention never sees the padding."""
+    """Return the decoder's output for right-padded rows: causal attention sees no padding."""
     if trunk is not None:
         return trunk.hidden(rows)
     longest = max(map(len, rows))
