@@ -92,7 +92,7 @@ def ranges(
     *,
     title: str,
     xlabel: str,
-    chance: float | None = None,
+    chance: Sequence[float] = (),
 ) -> str:
     """Draw a dot with its interval for each client (a row) and each adapter (a colour).
 
@@ -105,15 +105,14 @@ def ranges(
     title, xlabel
         Texts, the second with its unit.
     chance
-        Where to draw the line of guessing, in the unit of the intervals.
+        Where guessing is for each client, in the unit of the intervals; empty for no line.
     """
     with _drawing():
         figure = Figure(figsize=(6.4, 1.5 + 0.45 * len(names)))
         axes = figure.add_subplot(xlabel=xlabel, title=title)
         for index, (label, column) in enumerate(columns.items()):
             _range_column(axes, column, index, (index + 1) / (len(columns) + 1) - 0.5, label)
-        if chance is not None:
-            axes.axvline(chance, color="#666666", ls="--", lw=1, label=f"chance, {chance:.4g}")
+        _chance_lines(axes, chance)
         axes.set_yticks(range(len(names)), labels=[_label(name) for name in names])
         axes.set_ylim(max(len(names), 1) - 0.5, -0.5)
         axes.grid(visible=False, axis="y")
@@ -167,6 +166,17 @@ def _range_column(
         capsize=2.5,
         label=label,
     )
+
+
+def _chance_lines(axes: Any, chance: Sequence[float]) -> None:
+    """Draw one line, or one for each client if their rows have other numbers of options."""
+    look: dict[str, Any] = {"color": "#666666", "ls": "--", "lw": 1}
+    if len({f"{at:.6g}" for at in chance}) == 1:
+        axes.axvline(chance[0], **look, label=f"chance, {chance[0]:.4g}")
+    elif chance:
+        rows = range(len(chance))
+        low, high = [row - 0.42 for row in rows], [row + 0.42 for row in rows]
+        axes.vlines(chance, low, high, **look, label="chance, by client")
 
 
 def _arm(length: float) -> float:

@@ -18,40 +18,25 @@ from typing import Any
 
 from fedloom.config import RunConfig
 from fedloom.errors import Refusal
-from fedloom.intervals import Interval, macro, mean_interval, wilson
+from fedloom.intervals import Interval, worst_decile
+from fedloom.simulations.scores import (
+    FOUR,
+    MEASURES,
+    Depth,
+    Drop,
+    Lowered,
+    Row,
+    Score,
+    compare,
+    lowered,
+    macros,
+    read_score,
+)
+from fedloom.simulations.traffic import Traffic, read_traffic
 from fedloom.wire import Manifest
 
-Row = Mapping[str, Any]
-
-CHANCE_CE = math.log(4)  # nats: one letter of four, guessed
 PHASES = {"frozen": "frozen", "local": "local", "federated": "evaluate"}  # adapter -> phase
-MEASURES = ("gold-ce", "letter-ce", "accuracy", "first-token")
 DONE = ("completed", "finished", "done", "ok")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Score:
-    """One adapter on one client's test rows."""
-
-    round: int
-    examples: int
-    correct: int | None
-    measured: dict[str, Interval]
-    """Of ``MEASURES``: cross-entropies in nats a row, accuracies as shares."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Drop:
-    """What averaging cost a client: positive means that its own adapter was the better one."""
-
-    round: int
-    examples: int
-    questions: int | None
-    """Answered by the local adapter less answered by the federated one."""
-    points: float | None
-    gold_ce: float | None
-    """Federated less local, in nats."""
-    letter_ce: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +55,16 @@ class Client:
     """Round -> the row of its local training."""
     drop: Drop | None
 
+    @property
+    def chance(self) -> dict[str, float]:
+        """``accuracy`` and ``letter-ce`` of guessing, for the options that its rows have."""
+        found = [self.scores[how].chance for how in ("federated", "frozen") if how in self.scores]
+        return found[0] if found else FOUR
+
+    def at_depth(self, depth: int) -> dict[str, Depth]:
+        """Return its scores on prompts of one length, by adapter."""
+        return {how: s.depths[depth] for how, s in self.scores.items() if depth in s.depths}
+
     def total(self, key: str) -> float | None:
         """Sum one number over the rounds of training."""
         found = [row[key] for row in self.training.values() if key in row]
@@ -79,36 +74,6 @@ class Client:
         """Return ``gate-mean`` or ``gate-max`` as last seen."""
         found = [row[key] for _, row in sorted(self.training.items()) if key in row]
         return found[-1] if found else None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Lowered:
-    """In how many clients the federated adapter's CE is lower than the frozen one's, or a bound."""
-
-    compared: int
-    lower: int
-    apart: int
-    """Of these, clients whose 95 % interval does not touch the other one, or the bound."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Traffic:
-    """What the ledger counted in serialised messages, in bytes."""
-
-    kinds: dict[tuple[str, str, str], int]
-    """(phase, direction, dtype) -> bytes."""
-    per_round: dict[int, dict[str, tuple[int, int]]]
-    """Round -> direction -> (arrays, framing)."""
-    payloads: tuple[int, ...]
-    """Every size that the arrays of one training message had."""
-
-    def share(self, direction: str = "", *, framing: bool = False) -> int:
-        """Sum the bytes of one direction (or both), or just their framing."""
-        return sum(
-            count
-            for (_, way, dtype), count in self.kinds.items()
-            if direction in ("", way) and not (framing and _is_array(dtype))
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,15 +110,52 @@ class ReportData:
     def below_chance(self) -> Lowered:
         """In how many clients the federated letter CE is better than guessing."""
         found = [
-            c.scores["federated"].measured["letter-ce"]
+            (score.measured["letter-ce"], score.chance["letter-ce"])
             for c in self.clients
-            if "federated" in c.scores and "letter-ce" in c.scores["federated"].measured
+            if (score := c.scores.get("federated")) and "letter-ce" in score.measured
         ]
         return Lowered(
             compared=len(found),
-            lower=sum(at.value < CHANCE_CE for at in found),
-            apart=sum(at.high < CHANCE_CE for at in found),
+            lower=sum(at.value < chance for at, chance in found),
+            apart=sum(at.high < chance for at, chance in found),
         )
+
+    @property
+    def chance(self) -> dict[str, float]:
+        """Average the clients' chance lines, each client counting the same."""
+        n = len(self.clients)
+        return {
+            measure: math.fsum(c.chance[measure] for c in self.clients) / n if n else four
+            for measure, four in FOUR.items()
+        }
+
+    @property
+    def four_options(self) -> bool:
+        """Whether every client's rows have four options, as MMLU's do."""
+        return all(
+            math.isclose(c.chance[measure], four)
+            for c in self.clients
+            for measure, four in FOUR.items()
+        )
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """Prompt lengths that some client told apart."""
+        return tuple(
+            sorted({d for c in self.clients for score in c.scores.values() for d in score.depths})
+        )
+
+    def worst(self, how: str, measure: str) -> tuple[float, tuple[str, ...]] | None:
+        """Average a measure over the worst tenth of the clients, and name them."""
+        found = [
+            (c.name, c.scores[how].measured[measure].value)
+            for c in self.clients
+            if how in c.scores and measure in c.scores[how].measured
+        ]
+        if not found:
+            return None
+        value, at = worst_decile([v for _, v in found], lowest=not measure.endswith("-ce"))
+        return value, tuple(found[i][0] for i in at)
 
     def client_name(self, partition: int | None) -> str:
         """Name a partition, known or not."""
@@ -190,7 +192,7 @@ def report_data(folder: Path) -> ReportData:
     events, metrics = _lines(folder / "events.jsonl"), _lines(folder / "metrics.jsonl")
     failures = tuple(row for row in events if row.get("event") == "client-failed")
     clients = _clients(_json(folder / "partition.json"), metrics, failures)
-    traffic = _traffic(_lines(folder / "ledger.jsonl"))
+    traffic = read_traffic(_lines(folder / "ledger.jsonl"))
     end: Row = next((row for row in reversed(events) if row.get("event") == "end"), {})
     scored = {how: [c.scores[how] for c in clients if how in c.scores] for how in PHASES}
     errors = {int(e["round"]): float(e["agg-error"]) for e in events if "agg-error" in e}
@@ -202,9 +204,12 @@ def report_data(folder: Path) -> ReportData:
         reason=str(end.get("reason") or ""),
         rounds_done=max((int(m["round"]) for m in metrics if m["phase"] == "train"), default=0),
         clients=clients,
-        macros={how: _macros(scores) for how, scores in scored.items()},
+        macros={how: macros(scores) for how, scores in scored.items()},
         macro_clients={how: len(scores) for how, scores in scored.items()},
-        lowered={measure: _lowered(clients, measure) for measure in ("gold-ce", "letter-ce")},
+        lowered={
+            measure: lowered([c.scores for c in clients], measure)
+            for measure in ("gold-ce", "letter-ce")
+        },
         parameters=_parameters(manifest),
         traffic=traffic,
         failures=failures,
@@ -234,7 +239,7 @@ def _client(
     k: int, listed: Row, phases: Mapping[str, Mapping[int, Row]], failed: set[int]
 ) -> Client:
     rows = {how: sorted(phases.get(phase, {}).items()) for how, phase in PHASES.items()}
-    by_round = {how: {r: s for r, row in rows[how] if (s := _score(r, row))} for how in rows}
+    by_round = {how: {r: s for r, row in rows[how] if (s := read_score(r, row))} for how in rows}
     whole = by_round["frozen"] | by_round["federated"]
     means = {
         measure: {r: s.measured[measure].value for r, s in whole.items() if measure in s.measured}
@@ -248,69 +253,7 @@ def _client(
         scores={how: scores[max(scores)] for how, scores in by_round.items() if scores},
         curves={measure: curve for measure, curve in means.items() if curve},
         training=dict(sorted(phases.get("train", {}).items())),
-        drop=_drop(by_round["local"], by_round["federated"], failed),
-    )
-
-
-def _score(round_: int, row: Row) -> Score | None:
-    n = int(row.get("num-examples", 0))
-    if n < 1:
-        return None
-    measured: dict[str, Interval] = {}
-    for measure, key in (("accuracy", "correct"), ("first-token", "first-token-correct")):
-        if key in row:
-            measured[measure] = wilson(int(row[key]), n)
-    for measure in ("gold-ce", "letter-ce"):
-        if f"{measure}-sum" in row:
-            squares = float(row.get(f"{measure}-sq-sum", math.nan))
-            measured[measure] = mean_interval(float(row[f"{measure}-sum"]), squares, n)
-    correct = int(row["correct"]) if "correct" in row else None
-    return Score(round=round_, examples=n, correct=correct, measured=measured)
-
-
-def _drop(
-    local: Mapping[int, Score], federated: Mapping[int, Score], failed: set[int]
-) -> Drop | None:
-    """Compare the local adapter with the mean that it went into, on the same rows or not at all."""
-    last = max(local, default=0)
-    if last not in federated or last in failed or local[last].examples != federated[last].examples:
-        return None
-    mine, ours = local[last], federated[last]
-    known = mine.correct is not None and ours.correct is not None
-    questions = (mine.correct or 0) - (ours.correct or 0) if known else None
-    costs = {
-        measure: ours.measured[measure].value - mine.measured[measure].value
-        for measure in ("gold-ce", "letter-ce")
-        if measure in ours.measured and measure in mine.measured
-    }
-    return Drop(
-        round=last,
-        examples=mine.examples,
-        questions=questions,
-        points=None if questions is None else 100 * questions / mine.examples,
-        gold_ce=costs.get("gold-ce"),
-        letter_ce=costs.get("letter-ce"),
-    )
-
-
-def _macros(scores: Sequence[Score]) -> dict[str, Interval]:
-    shared = [m for m in MEASURES if scores and all(m in score.measured for score in scores)]
-    return {measure: macro([score.measured[measure] for score in scores]) for measure in shared}
-
-
-def _lowered(clients: Iterable[Client], measure: str) -> Lowered:
-    pairs = [
-        tuple(client.scores[how].measured[measure] for how in ("frozen", "federated"))
-        for client in clients
-        if all(
-            how in client.scores and measure in client.scores[how].measured
-            for how in ("frozen", "federated")
-        )
-    ]
-    return Lowered(
-        compared=len(pairs),
-        lower=sum(ours.value < base.value for base, ours in pairs),
-        apart=sum(ours.high < base.low for base, ours in pairs),
+        drop=compare(by_round["local"], by_round["federated"], failed),
     )
 
 
@@ -320,29 +263,6 @@ def _parameters(manifest: Manifest | None) -> dict[str, int]:
         group = "memory" if ".memory." in f".{name}" else "LoRA"
         counts[group] += math.prod(shape)
     return counts if manifest else {}
-
-
-def _traffic(ledger: Iterable[Row]) -> Traffic:
-    kinds: dict[tuple[str, str, str], int] = defaultdict(int)
-    rounds: dict[int, dict[str, tuple[int, int]]] = defaultdict(dict)
-    messages: dict[tuple[Any, ...], int] = defaultdict(int)
-    for row in ledger:
-        if "bytes" not in row:
-            continue
-        way, dtype, count = str(row["direction"]), str(row["dtype"]), int(row["bytes"])
-        kinds[str(row["phase"]), way, dtype] += count
-        arrays, framing = rounds[int(row["round"])].get(way, (0, 0))
-        mine = (count, 0) if _is_array(dtype) else (0, count)
-        rounds[int(row["round"])][way] = (arrays + mine[0], framing + mine[1])
-        if row["phase"] == "train" and _is_array(dtype):
-            messages[row["round"], way, row.get("partition")] += count
-    per_round = dict(sorted(rounds.items()))
-    payloads = tuple(sorted(set(messages.values())))
-    return Traffic(kinds=dict(sorted(kinds.items())), per_round=per_round, payloads=payloads)
-
-
-def _is_array(dtype: str) -> bool:
-    return dtype.startswith(("float", "bfloat", "int", "uint", "bool"))
 
 
 def _notes(clients: Iterable[Client], manifest: Manifest | None, traffic: Traffic) -> Iterable[str]:

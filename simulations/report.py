@@ -18,13 +18,8 @@ from typing import Any
 
 from fedloom.errors import Refusal
 from fedloom.intervals import Interval
-from fedloom.simulations.findings import (
-    CHANCE_CE,
-    PHASES,
-    Client,
-    ReportData,
-    report_data,
-)
+from fedloom.simulations.findings import PHASES, Client, ReportData, report_data
+from fedloom.simulations.scores import MEASURES
 
 __all__ = ["ReportData", "report_data", "summary", "write_report"]
 
@@ -62,6 +57,10 @@ def summary(data: ReportData) -> dict[str, Any]:
         "clients": len(data.clients),
         "lower-than-frozen": {key: asdict(value) for key, value in data.lowered.items()},
         "letter-ce-below-chance": asdict(data.below_chance),
+        "chance": data.chance,
+        "worst-decile": {
+            how: {m: worst[0] for m in MEASURES if (worst := data.worst(how, m))} for how in PHASES
+        },
         "macro": {
             how: {"clients": data.macro_clients[how], **{k: asdict(v) for k, v in means.items()}}
             for how, means in data.macros.items()
@@ -94,11 +93,13 @@ def _client_summary(client: Client) -> dict[str, Any]:
             "round": s.round,
             "examples": s.examples,
             **{k: asdict(v) for k, v in s.measured.items()},
+            **({"depths": {d: asdict(at) for d, at in s.depths.items()}} if s.depths else {}),
         }
         for how, s in client.scores.items()
     }
     drop = asdict(client.drop) if client.drop else None
-    return {"partition": client.partition, "name": client.name, **scores, "aggregation-drop": drop}
+    head = {"partition": client.partition, "name": client.name, "chance": client.chance}
+    return {**head, **scores, "aggregation-drop": drop}
 
 
 def _finite(tree: Any) -> Any:
@@ -132,9 +133,7 @@ def _page(data: ReportData) -> str:
     engine.filters.update(size=_size, duration=_duration)
     words = resources.files("fedloom.simulations").joinpath("report.jinja").read_text("utf-8")
     drawn = {name: Markup(svg) for name, svg in _figures(data, figures).items()}
-    told = engine.from_string(words).render(
-        data=data, figures=drawn, missing=MISSING, chance_ce=CHANCE_CE
-    )
+    told = engine.from_string(words).render(data=data, figures=drawn, missing=MISSING)
     return told.rstrip() + "\n"
 
 
@@ -142,7 +141,7 @@ def _figures(data: ReportData, draw: Any) -> dict[str, str]:
     made: dict[str, str] = {}
     for measure, title, chance in (
         ("gold-ce", "Gold-letter CE per round (0 = frozen backbone)", None),
-        ("letter-ce", "Letter CE per round (0 = frozen backbone)", CHANCE_CE),
+        ("letter-ce", "Letter CE per round (0 = frozen backbone)", data.chance["letter-ce"]),
     ):
         series = [(c.name, c.curves[measure]) for c in data.clients if measure in c.curves]
         if series:
@@ -161,13 +160,14 @@ def _figures(data: ReportData, draw: Any) -> dict[str, str]:
 def _range_figures(data: ReportData, draw: Any) -> dict[str, str]:
     made: dict[str, str] = {}
     names = [client.name for client in data.clients]
-    for measure, title, label, scale, chance in (
-        ("gold-ce", "Gold-letter CE with 95 % t intervals", "CE (nats per row)", 1, None),
-        ("letter-ce", "Letter CE with 95 % t intervals", "CE (nats per row)", 1, CHANCE_CE),
-        ("accuracy", "Accuracy with 95 % Wilson intervals", "accuracy (%)", 100, 25),
+    for measure, title, label, scale in (
+        ("gold-ce", "Gold-letter CE with 95 % t intervals", "CE (nats per row)", 1),
+        ("letter-ce", "Letter CE with 95 % t intervals", "CE (nats per row)", 1),
+        ("accuracy", "Accuracy with 95 % Wilson intervals", "accuracy (%)", 100),
     ):
         columns = {how: _column(data, how, measure, scale) for how in PHASES}
         columns = {how: column for how, column in columns.items() if any(column)}
+        chance = [scale * c.chance[measure] for c in data.clients if measure in c.chance]
         if columns:
             drawn = draw.ranges(names, columns, title=title, xlabel=label, chance=chance)
             made[f"{measure}-ranges"] = drawn

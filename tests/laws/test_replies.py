@@ -117,13 +117,13 @@ def test_a_bad_row_is_refused_without_its_text(recipe, tmp_path):
     row = {
         "question": "secret patient?",
         "subject": "anatomy",
-        "choices": ["secret"] * 3,
+        "choices": ["secret"] * 6,
         "answer": 0,
     }
     (tmp_path / "q.jsonl").write_text(json.dumps(row) + "\n")
     config = recipe(data__source=f"path:{tmp_path / 'q.jsonl'}")
     grid = Recorder(client_app.app, 5, config.flat())
-    with pytest.raises(Refusal, match="line 1: choices are 3 entries"):
+    with pytest.raises(Refusal, match="line 1: choices are 6 entries"):
         serve_on(grid, server_app.app, config)
     assert grid.answered
     assert not any("secret" in reply.error.reason for reply in grid.answered)

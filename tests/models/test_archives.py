@@ -1,6 +1,8 @@
 import hashlib
+import io
 import logging
 import multiprocessing
+import tarfile
 import time
 import zipfile
 from pathlib import Path
@@ -85,6 +87,43 @@ def test_without_a_network_the_refusal_says_what_to_run(cache, shelf, tmp_path):
         fetch(cargo(shelf), quiet=True, pip_arguments=offline(empty))
 
 
+@pytest.fixture
+def source(tmp_path):
+    """A shelf with a source distribution whose setup.py tells on whoever runs it."""
+    folder, trap = tmp_path / "sources", tmp_path / "ran"
+    folder.mkdir()
+    text = f"open({str(trap)!r}, 'w').close()\nimport no_such_build_dependency\n"
+    name = "fedloom_test_cargo-1.0"
+    with tarfile.open(folder / f"{name}.tar.gz", "w:gz") as made:
+        for path, content in (("setup.py", text), ("cargo/data.json", "[1]")):
+            member = tarfile.TarInfo(f"{name}/{path}")
+            member.size = len(content)
+            made.addfile(member, io.BytesIO(content.encode()))
+    return folder, trap
+
+
+def sdist(folder, sha256=None):
+    path = folder / "fedloom_test_cargo-1.0.tar.gz"
+    found = sha256 or file_sha256(path)
+    return Archive("fedloom-test-cargo", "1.0", path.name, found, path.stat().st_size, "none")
+
+
+def test_a_source_distribution_is_fetched_and_not_built(cache, source):
+    folder, trap = source
+    path = fetch(sdist(folder), quiet=True, pip_arguments=offline(folder))
+    assert path.read_bytes() == (folder / path.name).read_bytes()
+    assert not trap.exists()
+    assert {p.name for p in path.parent.iterdir()} == {path.name, path.name + ".lock"}
+
+
+def test_a_source_distribution_with_another_hash_is_not_even_unpacked(cache, source):
+    folder, trap = source
+    with pytest.raises(Refusal, match=r"tar\.gz came with another SHA-256 than 0{64}"):
+        fetch(sdist(folder, "0" * 64), quiet=True, pip_arguments=offline(folder))
+    assert not trap.exists()
+    assert len(list((cache / "archives").iterdir())) == 1  # the lock
+
+
 def test_a_cache_that_is_a_file_is_refused(cache, shelf):
     cache.write_text("")
     with pytest.raises(Refusal, match="set FEDLOOM_CACHE"):
@@ -116,8 +155,8 @@ def test_file_sha256_is_hashlib_s(tmp_path):
     assert file_sha256(tmp_path / "x") == hashlib.sha256(b"weights").hexdigest()
 
 
-@pytest.mark.parametrize("archive", [archives.SMOLLM2, archives.LM_EVAL])
+@pytest.mark.parametrize("archive", [archives.SMOLLM2, archives.LM_EVAL, archives.BIGBENCH])
 def test_pinned_archives_name_their_file(archive):
-    stem = f"{archive.project.replace('-', '_')}-{archive.version}-"
-    assert archive.filename.startswith(stem)
+    stem = f"{archive.project.replace('-', '_')}-{archive.version}"
+    assert archive.filename.startswith((f"{stem}-", f"{stem}.tar.gz"))
     assert len(archive.sha256) == 64

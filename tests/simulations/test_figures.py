@@ -23,3 +23,13 @@ def test_figures_of_nothing_are_still_figures():
         figures.traffic({}),
     ]
     assert all(svg.startswith('<svg role="img"') and svg.endswith("</svg>") for svg in empty)
+
+
+def test_chance_is_one_line_or_one_a_client():
+    column = {"frozen": [wilson(1, 4), wilson(2, 4)]}
+    one, each = (
+        figures.ranges(["a", "b"], column, title="A", xlabel="share", chance=chance)
+        for chance in ([0.25, 0.25], [0.25, 0.5])
+    )
+    assert "chance, 0.25" in one
+    assert "chance, by client" in each

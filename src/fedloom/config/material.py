@@ -31,7 +31,8 @@ class DataConfig:
 
     task: str = "mmlu"
     source: str = "packaged:mmlu-dev"
-    """``packaged:mmlu-dev``, ``hub:cais/mmlu`` or ``path:FILE-OR-DIR`` (parquet, CSV, JSONL)."""
+    """``packaged:mmlu-dev``, ``packaged:bigbench`` (five clients of another benchmark's tasks),
+    ``hub:cais/mmlu`` or ``path:FILE-OR-DIR`` (parquet, CSV, JSONL)."""
     max_train: int = 2000
     """At most so many training rows a client (FedNL, Table 3)."""
     max_test: int = 200

@@ -7,7 +7,7 @@ also match prehistory.  Three of the 57 subjects are in no group of the paper.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from fedloom.data.questions import Question
 from fedloom.errors import Refusal, nearest
@@ -99,16 +99,18 @@ LEFT_OUT = ("professional_accounting", "econometrics", "us_foreign_policy")
 """MMLU subjects that no client holds."""
 
 
-def by_client(questions: Iterable[Question]) -> list[list[Question]]:
-    """Deal questions out to the five clients by subject.
+def by_client(
+    questions: Iterable[Question], clients: Sequence[tuple[str, tuple[str, ...]]] = CLIENTS
+) -> list[list[Question]]:
+    """Deal questions out to clients by subject.
 
     Raises
     ------
     Refusal
-        For a subject that MMLU does not have.
+        For a subject that neither a client nor MMLU has.
     """
-    owner = {subject: index for index, (_, group) in enumerate(CLIENTS) for subject in group}
-    held: list[list[Question]] = [[] for _ in CLIENTS]
+    owner = {subject: index for index, (_, group) in enumerate(clients) for subject in group}
+    held: list[list[Question]] = [[] for _ in clients]
     for question in questions:
         if question.subject in owner:
             held[owner[question.subject]].append(question)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from fedloom import seeds
 from fedloom.config import DataConfig
-from fedloom.data import mmlu
+from fedloom.data import bigbench, mmlu
 from fedloom.data.questions import Question, distinct, load_questions
 from fedloom.errors import Refusal
 
@@ -96,7 +96,7 @@ def make_partition(
     min_train: int,
     min_test: int,
 ) -> Partition:
-    """Deal questions out to FedNL's five clients and split each client's into train and test.
+    """Deal questions out to FedNL's five kinds of clients, and split each one's for testing.
 
     Questions that share their text are on one side, even if two clients hold them; the split
     depends on the rows and the seed, not on the order in which the rows came.
@@ -122,7 +122,10 @@ def make_partition(
         If a client has too few rows.
     """
     rows = distinct(questions)
-    held = mmlu.by_client(rows)
+    # Told by the rows, not the source: a copy of them in a table makes the same clients.
+    other = any(row.subject.startswith(bigbench.PREFIX) for row in rows)
+    groups = bigbench.groups() if other else mmlu.CLIENTS
+    held = mmlu.by_client(rows, groups)
     owners: defaultdict[str, set[int]] = defaultdict(set)
     for index, own in enumerate(held):
         for question in own:
@@ -134,7 +137,7 @@ def make_partition(
         order = seeds.generator(seed, index, "partition").permutation(len(own))
         n_test = min(max_test, int(len(own) * share))
         train, test = _split([own[i] for i in order], n_test, shared)
-        clients.append(_named(mmlu.CLIENTS[index][0], train[:max_train], test))
+        clients.append(_named(groups[index][0], train[:max_train], test))
         _check_enough(clients[-1], min_train, min_test, len(own))
     return Partition(seed, source, _rows_hash(rows), tuple(clients))
 

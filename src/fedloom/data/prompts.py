@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A question as FedNL asks it: the text, four lettered lines, then a cue for one letter.
+"""A question as FedNL asks it: the text, a lettered line a choice, then a cue for one letter.
 
-Loss and score look at the four letters' tokens right after the cue, nowhere else.
+Loss and score look at the letters' tokens right after the cue, nowhere else.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class Letters:
 
     cue: str
     """``Answer:``, with the space if the tokenizer does not put it into the letter."""
-    ids: tuple[int, int, int, int]
+    ids: tuple[int, ...]
+    """One for each of ``LETTERS``."""
     opening: tuple[int, ...]
     """Special tokens before a text, such as bos."""
 
@@ -41,7 +42,8 @@ class Encoded:
     """A question as tokens."""
 
     prompt_ids: tuple[int, ...]
-    letter_ids: tuple[int, int, int, int]
+    letter_ids: tuple[int, ...]
+    """As many as the question has choices."""
     gold: int
     """Index into ``letter_ids``."""
 
@@ -52,7 +54,8 @@ def prompt(question: Question, cue: str = CUE) -> str:
     >>> prompt(Question("global_facts", "1 + 1 =", ("1", "2", "3", "4"), 1)).splitlines()
     ['1 + 1 =', 'A. 1', 'B. 2', 'C. 3', 'D. 4', 'Answer:']
     """
-    lines = [f"{letter}. {text}" for letter, text in zip(LETTERS, question.choices, strict=True)]
+    lettered = zip(LETTERS, question.choices, strict=False)  # fewer choices than letters
+    lines = [f"{letter}. {text}" for letter, text in lettered]
     return "\n".join([question.question, *lines, cue])
 
 
@@ -75,12 +78,11 @@ def letter_tokens(tokenizer: Encodes) -> Letters:
             for letter in LETTERS
         ]
         tails = [tuple(ids[len(head) :]) for ids in whole if ids[: len(head)] == head]
-        if len(set(tails)) == 4 and all(len(tail) == 1 for tail in tails):
-            (a,), (b,), (c,), (d,) = tails
-            return Letters(cue, (a, b, c, d), _opening(tokenizer))
+        if len(set(tails)) == len(LETTERS) and all(len(tail) == 1 for tail in tails):
+            return Letters(cue, tuple(token for (token,) in tails), _opening(tokenizer))
     raise Refusal(
         'this tokenizer writes "Answer: A" with a letter that is not one token of its own:'
-        " expected one token for each of A, B, C, D; choose another model"
+        " expected one token for each of A to E; choose another model"
     )
 
 
@@ -92,7 +94,7 @@ def encode_question(question: Question, tokenizer: Encodes, max_tokens: int = 0)
     if max_tokens and len(opening) + len(ids) > max_tokens:
         opening = opening if len(opening) < max_tokens else ()  # bos stays: models lean on it
         ids = ids[-(max_tokens - len(opening)) :]
-    return Encoded((*opening, *ids), letters.ids, question.gold)
+    return Encoded((*opening, *ids), letters.ids[: len(question.choices)], question.gold)
 
 
 def _opening(tokenizer: Encodes) -> tuple[int, ...]:

@@ -14,25 +14,37 @@ from pathlib import Path
 from typing import Any
 
 from fedloom import archives
-from fedloom.data import files
+from fedloom.data import bigbench, files
 from fedloom.data.files import extra
 from fedloom.errors import Refusal, nearest
 
-LETTERS = "ABCD"
+LETTERS = "ABCDE"
 PACKAGED = "mmlu-dev"
-SOURCES = (f"packaged:{PACKAGED}", "hub:cais/mmlu", "path:FILE-OR-DIR")
+SOURCES = (
+    f"packaged:{PACKAGED}",
+    f"packaged:{bigbench.NAME}",
+    "hub:cais/mmlu",
+    "path:FILE-OR-DIR",
+)
+_LETTERED = LETTERS[:4]  # columns that every table with a column a choice has
 
 
 @dataclass(frozen=True)
 class Question:
-    """A question with four choices."""
+    """A question with two to five choices; MMLU's have four."""
 
     subject: str
     """In MMLU's spelling: lower case, underscores."""
     question: str
-    choices: tuple[str, str, str, str]
+    choices: tuple[str, ...]
     gold: int
     """Index of the right choice."""
+
+    def __post_init__(self) -> None:
+        if not 2 <= len(self.choices) <= len(LETTERS) or not 0 <= self.gold < len(self.choices):
+            raise ValueError(
+                f"choice {self.gold} of {len(self.choices)} is right: expected one of 2 to 5"
+            )
 
     def row(self) -> str:
         """Identify the row by its content: 16 hex digits of a SHA-256."""
@@ -61,17 +73,20 @@ def distinct(questions: Iterable[Question]) -> list[Question]:
 
 
 def load_questions(source: str) -> list[Question]:
-    """Load all questions of ``packaged:mmlu-dev``, ``hub:ORG/NAME`` or ``path:FILE-OR-DIR``.
+    """Load all questions of a ``data.source``, as ``SOURCES`` lists them.
 
     Raises
     ------
     Refusal
-        If there is no such source, or a row that is no question with four choices.
+        If there is no such source, or a row that is no question with two to five choices.
     """
     kind, _, name = source.partition(":")
     if kind == "packaged" and name == PACKAGED:
         return list(_packaged())
-    if kind == "hub" and name:
+    rows: Iterator[files.Row]
+    if kind == "packaged" and name == bigbench.NAME:
+        rows = bigbench.rows()
+    elif kind == "hub" and name:
         rows = _hub(name)
     elif kind == "path" and name:
         rows = files.rows(Path(name).expanduser())
@@ -80,7 +95,7 @@ def load_questions(source: str) -> list[Question]:
         raise Refusal(f'data.source = "{source}"{hint}: expected {", ".join(SOURCES)}')
     questions = [_question(row, where) for where, row in rows]
     if not questions:
-        raise Refusal(f"{source} holds no rows: expected questions with four choices")
+        raise Refusal(f"{source} holds no rows: expected questions with two to five choices")
     return questions
 
 
@@ -90,7 +105,7 @@ def _spaced(text: str) -> str:
 
 def _question(row: Mapping[str, Any], where: str) -> Question:
     columns = {"subject", "question", "answer"}
-    lettered = columns | set(LETTERS)
+    lettered = columns | set(_LETTERED)
     if not (columns | {"choices"}) <= row.keys() and not lettered <= row.keys():
         raise Refusal(
             f"{where} has the columns {', '.join(map(str, row))}: expected subject, question,"
@@ -98,32 +113,35 @@ def _question(row: Mapping[str, Any], where: str) -> Question:
         )
     choices = _choices(row, where)
     subject = re.sub(r"[\s-]+", "_", str(row["subject"]).strip().lower())
-    return Question(subject, str(row["question"]).strip(), choices, _gold(row["answer"], where))
+    gold = _gold(row["answer"], len(choices), where)
+    return Question(subject, str(row["question"]).strip(), choices, gold)
 
 
-def _choices(row: Mapping[str, Any], where: str) -> tuple[str, str, str, str]:
-    came = row.get("choices", [row.get(letter) for letter in LETTERS])
+def _choices(row: Mapping[str, Any], where: str) -> tuple[str, ...]:
+    came = row.get("choices", [row.get(letter) for letter in _LETTERED])
+    if "choices" not in row and row.get(LETTERS[4]):
+        came.append(row[LETTERS[4]])
     if isinstance(came, str):  # a CSV cell
         try:
             came = json.loads(came)
         except ValueError as error:
-            raise Refusal(f"{where}: choices are text that is no JSON list of four") from error
-    if not isinstance(came, (list, tuple)) or len(came) != 4 or None in came:
+            raise Refusal(f"{where}: choices are text that is no JSON list of texts") from error
+    listed = isinstance(came, (list, tuple))
+    if not listed or not 2 <= len(came) <= len(LETTERS) or None in came:
         # The row's text stays here: a refusal may travel to the coordinator.
-        kind = f"{len(came)} entries" if isinstance(came, (list, tuple)) else type(came).__name__
-        raise Refusal(f"{where}: choices are {kind}, expected a list of four texts")
-    a, b, c, d = (str(choice).strip() for choice in came)
-    return a, b, c, d
+        kind = f"{len(came)} entries" if listed else type(came).__name__
+        raise Refusal(f"{where}: choices are {kind}, expected a list of 2 to 5 texts")
+    return tuple(str(choice).strip() for choice in came)
 
 
-def _gold(answer: object, where: str) -> int:
+def _gold(answer: object, count: int, where: str) -> int:
     text = str(answer).strip().upper()
-    if text in ("0", "1", "2", "3"):
-        return int(text)
-    if len(text) == 1 and text in LETTERS:
-        return LETTERS.index(text)
+    for index, letter in enumerate(LETTERS[:count]):
+        if text in (str(index), letter):
+            return index
     kind = f"{type(answer).__name__} of {len(text)} characters"
-    raise Refusal(f"{where}: answer is {kind}, expected 0 to 3 or A to D")
+    last = LETTERS[count - 1]
+    raise Refusal(f"{where}: answer is {kind}, expected 0 to {count - 1} or A to {last}")
 
 
 def _hub(name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
