@@ -20,10 +20,11 @@ from fedloom import __version__, border, seeds
 from fedloom.clients.bridge import AdapterClient
 from fedloom.clients.workbench import Workbench, device, visible_gpus, workbench
 from fedloom.config import RunConfig
-from fedloom.data.partition import client_rows, holdings
-from fedloom.data.prompts import Encoded, encode_question
+from fedloom.data.partition import client_rows
+from fedloom.data.prompts import Encoded
 from fedloom.errors import Refusal
 from fedloom.evaluation import ChoiceScores, score_choices
+from fedloom.holdings import encode, holdings
 from fedloom.models.answers import Prompts, answer_loss
 from fedloom.models.base import bases_loaded
 from fedloom.models.sources import locate, parse_source
@@ -52,7 +53,7 @@ class FedNLClient(AdapterClient):
             bench = workbench(self.config)
             settings = bench.adapter.peft_config.to_dict()
             return {"manifest": bench.manifest.to_json(), "peft": _as_json(settings)}
-        _, partition = holdings(self.config.data, self.config.seed)
+        _, partition = holdings(self.config)
         if not 0 <= self.partition_id < len(partition.clients):
             raise Refusal(
                 f"partition-id {self.partition_id}: the data divide into"
@@ -145,11 +146,11 @@ class FedNLClient(AdapterClient):
 
     def _rows(self, bench: Workbench, side: str) -> list[Encoded]:
         """Encode this client's ``train`` or ``test`` rows."""
-        questions, partition = holdings(self.config.data, self.config.seed)
-        train, test = client_rows(partition, questions, self.partition_id)
+        examples, partition = holdings(self.config)
+        train, test = client_rows(partition, examples, self.partition_id)
         limit, tokenizer = self.config.data.max_tokens, bench.base.tokenizer
         chosen = train if side == "train" else test
-        return [encode_question(question, tokenizer, limit) for question in chosen]
+        return [encode(example, tokenizer, limit) for example in chosen]
 
     def _loss(self, bench: Workbench, batch: list[Encoded]) -> tuple[torch.Tensor, int]:
         model = bench.base.model

@@ -21,6 +21,7 @@ import fedloom
 from fedloom.config import RunConfig
 from fedloom.errors import Refusal
 from fedloom.flat import Scalar
+from fedloom.simulations import data_cli
 
 app = typer.Typer(
     name="fedloom",
@@ -30,6 +31,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,  # its tracebacks would show local variables
 )
+app.add_typer(data_cli.app, name="data")
 
 Recipe = Annotated[str, typer.Argument(help="TOML recipe: a file, or the name of a packaged one.")]
 Settings = Annotated[
@@ -87,10 +89,11 @@ def partition(
     settings: Settings = None,
 ) -> None:
     """Show who holds how many rows, without a model; the manifest names rows by hash only."""
-    from fedloom.data.partition import holdings, table
+    from fedloom.data.partition import table
+    from fedloom.holdings import holdings
 
     config = read_recipe(recipe, settings or [], {})
-    _, found = holdings(config.data, config.seed)
+    _, found = holdings(config)
     rows = Table("client", "train rows", "test rows", "subjects", box=None, pad_edge=False)
     for client, *counts in table(found):
         rows.add_row(client, *map(str, counts))

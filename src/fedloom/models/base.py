@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from fedloom.errors import Refusal, nearest
 from fedloom.models import tiny
-from fedloom.models.sources import Location, Source, locate, parse_source
+from fedloom.models.sources import Location, Source, locate, parse_source, read_tokenizer
 from fedloom.models.tokenizer import ByteTokenizer, Tokenizer
 
 log = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ def _read(
     if location.folder is None:
         return tiny.build(source.name).to(dtype), ByteTokenizer()
     try:
-        return _read_model(source, location.folder, dtype), _read_tokenizer(location.folder)
+        return _read_model(source, location.folder, dtype), read_tokenizer(location.folder)
     except (OSError, ValueError, SafetensorError) as error:
         if isinstance(error, Refusal):
             raise
@@ -96,10 +96,3 @@ def _read_model(source: Source, folder: Path, dtype: torch.dtype) -> PreTrainedM
             f" {type(model).__name__}; save the model anew"
         )
     return model
-
-
-def _read_tokenizer(folder: Path) -> Tokenizer:
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    if tokenizer.pad_token_id is None:  # base models pad nothing; a mask hides what we pad
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer  # type: ignore[no-any-return]

@@ -17,7 +17,7 @@ from pathlib import Path
 from fedloom import archives
 from fedloom.errors import Refusal, nearest
 from fedloom.models import fingerprints, gguf
-from fedloom.models.tokenizer import ByteTokenizer
+from fedloom.models.tokenizer import ByteTokenizer, Tokenizer
 
 EXAMPLES = {
     "embedded": "embedded:smollm2-135m",
@@ -106,6 +106,40 @@ def locate(source: Source) -> Location:
     _check_folder(source, folder)
     hashes = fingerprints.weights_hash(folder), fingerprints.tokenizer_hash(folder)
     return Location(folder, *hashes)
+
+
+@functools.cache
+def load_tokenizer(source: str) -> Tokenizer:
+    """Return a model's tokenizer, the same object at each call, without loading the model.
+
+    Raises
+    ------
+    Refusal
+        If the model cannot be had, or its tokenizer cannot be read.
+    """
+    parsed = parse_source(source)
+    if parsed.kind == "tiny":
+        return ByteTokenizer()
+    folder = locate(parsed).folder
+    try:
+        if folder is None:
+            raise ValueError("it has no folder")
+        return read_tokenizer(folder)
+    except (ImportError, OSError, ValueError) as error:
+        raise Refusal(
+            f"the tokenizer of {source} cannot be loaded ({error}): expected tokenizer.json beside"
+            " the weights, and transformers: pip install 'fedloom[node]'"
+        ) from error
+
+
+def read_tokenizer(folder: Path) -> Tokenizer:
+    """Read the tokenizer that lies in a folder, with a token to pad with."""
+    from transformers import AutoTokenizer  # not for a coordinator
+
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    if tokenizer.pad_token_id is None:  # base models pad nothing; a mask hides what we pad
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer  # type: ignore[no-any-return]
 
 
 def fetch_default(*, quiet: bool = False) -> Location:

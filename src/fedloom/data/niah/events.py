@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What FedNL's seven clients hide, and what they ask (arXiv 2605.16350, App. C.3).
+
+Each event states its key and then its value, close together, and the question repeats the key: an
+associative memory that writes the value under the key can answer it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from fedloom.data.niah.words import Pools
+
+MODULUS = 8
+_STEPS = (4, 8)  # of a counter, both included
+
+
+@dataclass(frozen=True)
+class Event:
+    """One sentence that is hidden in the haystack."""
+
+    text: str
+    key: str
+    value: str
+    """What stands behind the key; of a counter's step, the state after it, which is not said."""
+
+
+@dataclass(frozen=True)
+class Story:
+    """The events of one haystack in their order, and the question about them."""
+
+    events: tuple[Event, ...]
+    asked: int
+    """Index of the event that the question is about; of a counter, the first of all it needs."""
+    question: str
+    answer: str
+    wrong: tuple[str, str, str]
+    """Values of other events of this haystack; for a counter see ``_counter``."""
+
+
+def tell(kind: str, pools: Pools, events: int, asked: int) -> Story:
+    """Make up the events of one haystack.
+
+    Parameters
+    ----------
+    kind
+        One of ``fedloom.config.material.NEEDLES``.
+    pools
+        Where keys and values are drawn.
+    events
+        How many; at least four, so that the wrong options are in the haystack. A counter has its
+        own number.
+    asked
+        Index of the event to ask about.
+    """
+    if kind == "counter":
+        return _counter(pools)
+    draw_key, draw_value, sentence, question = _SHAPES[kind]
+    if draw_key is None:  # ranks: where a codeword stands says nothing about its number
+        keys = [str(rank) for rank in pools.random.permutation(events) + 1]
+    else:
+        keys = _different(lambda: draw_key(pools), events)
+    values = _different(lambda: draw_value(pools), events, keys)
+    told = tuple(
+        Event(sentence.format(key=key, value=value), key, value)
+        for key, value in zip(keys, values, strict=True)
+    )
+    others = [value for index, value in enumerate(values) if index != asked]
+    a, b, c = (others[i] for i in pools.random.permutation(len(others))[:3])
+    return Story(told, asked, question.format(key=keys[asked]), values[asked], (a, b, c))
+
+
+def _counter(pools: Pools) -> Story:
+    """Tell a base state and four to eight steps of one, and ask for the final state modulo 8.
+
+    The wrong options are the states that the counter went through, the latest first, then other
+    residues: whoever misses a step finds the wrong state among the options.
+    """
+    name, random = pools.phrase(), pools.random
+    state = int(random.integers(MODULUS))
+    told = [Event(f"The base state of counter {name} is {state}.", name, str(state))]
+    for up in random.integers(0, 2, size=int(random.integers(_STEPS[0], _STEPS[1] + 1))):
+        state = (state + (1 if up else -1)) % MODULUS
+        verb = "incremented" if up else "decremented"
+        told.append(Event(f"Counter {name} is {verb} by 1.", name, str(state)))
+    passed = [event.value for event in reversed(told)]
+    rest = [str(residue) for residue in random.permutation(MODULUS)]
+    a, b, c = [v for v in dict.fromkeys([*passed, *rest]) if v != str(state)][:3]
+    question = f"What is the final state of counter {name}, modulo {MODULUS}?"
+    return Story(tuple(told), 0, question, str(state), (a, b, c))
+
+
+def _different(draw: Callable[[], str], count: int, apart_from: Sequence[str] = ()) -> list[str]:
+    """Draw until there are so many different ones."""
+    drawn: dict[str, None] = {}
+    while len(drawn) < count:
+        if (text := draw()) not in apart_from:
+            drawn[text] = None
+    return list(drawn)
+
+
+Draw = Callable[[Pools], str]
+
+_SHAPES: dict[str, tuple[Draw | None, Draw, str, str]] = {
+    "passkey": (
+        Pools.person,
+        lambda pools: pools.number(7),
+        "The security passkey of Officer {key} is {value}.",
+        "What is the security passkey of Officer {key}?",
+    ),
+    "uuid": (
+        Pools.device,
+        Pools.code,
+        "The operational access code of device {key} is {value}.",
+        "What is the operational access code of device {key}?",
+    ),
+    "name-date": (
+        Pools.person,
+        Pools.date,
+        "The registration report of Officer {key} was filed on {value}.",
+        "On which date was the registration report of Officer {key} filed?",
+    ),
+    "phrase": (
+        Pools.phrase,
+        Pools.phrase,
+        "The activation codeword of mission {key} is {value}.",
+        "What is the activation codeword of mission {key}?",
+    ),
+    "multi-key": (
+        Pools.phrase,
+        lambda pools: pools.number(4),
+        "The secret of {key} is {value}.",
+        "What is the secret of {key}?",
+    ),
+    "multi-value": (
+        None,
+        Pools.phrase,
+        "Codeword number {key} is {value}.",
+        "What is codeword number {key}?",
+    ),
+}
+"""Kind -> draw a key (none: numbered), draw a value, the event, the question."""
