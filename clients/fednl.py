@@ -20,14 +20,12 @@ from fedloom import __version__, border, seeds
 from fedloom.clients.bridge import AdapterClient
 from fedloom.clients.workbench import Workbench, device, visible_gpus, workbench
 from fedloom.config import RunConfig
-from fedloom.data.partition import client_rows
-from fedloom.data.prompts import Encoded
 from fedloom.errors import Refusal
-from fedloom.evaluation import ChoiceScores, score_choices
-from fedloom.holdings import encode, holdings
-from fedloom.models.answers import Prompts, answer_loss
+from fedloom.holdings import holdings
 from fedloom.models.base import bases_loaded
 from fedloom.models.sources import locate, parse_source
+from fedloom.models.trunk import Trunk
+from fedloom.tasks import Task, length
 from fedloom.training import train_locally
 
 _AT_HOME = "arrays-at-home"
@@ -90,11 +88,12 @@ class FedNLClient(AdapterClient):
     ) -> tuple[NDArrays, int, dict[str, Any]]:
         """Train on this client's rows for one round."""
         bench = self._bench(parameters, config)
+        task = self._task(bench)
         report = train_locally(
             bench.adapter,
-            self._rows(bench, "train"),
-            lambda batch: self._loss(bench, batch),
-            lambda row: len(row.prompt_ids),
+            task.lessons(int(config["round"])),
+            lambda batch: task.loss(batch, bench.trunk),
+            length,
             self.config.train,
             seed=seeds.split(self.config.seed, config["round"], self.partition_id, "training"),
         )
@@ -103,7 +102,7 @@ class FedNLClient(AdapterClient):
         metrics = {key.replace("_", "-"): value for key, value in asdict(report).items()}
         metrics |= _gate_metrics(bench) | self._place()
         if config.get("last"):  # this very adapter is averaged next: the aggregation drop's base
-            scores = self._score(bench)
+            scores = self._score(bench, bench.trunk)
             metrics |= {f"local-{key}": value for key, value in scores.items()}
         return [arrays[name] for name in bench.shared_names()], metrics.pop("examples"), metrics
 
@@ -113,11 +112,11 @@ class FedNLClient(AdapterClient):
         """Score this client's test rows with the arrays that came, or with the frozen model."""
         if config.get("frozen"):
             bench = workbench(self.config)
-            with bench.adapter.off():
-                metrics = self._score(bench)
+            with bench.adapter.off():  # and its window: the trunk is of another model
+                metrics = self._score(bench, None)
         else:
             bench = self._bench(parameters, config)
-            metrics = self._score(bench)
+            metrics = self._score(bench, bench.trunk)
         examples = int(metrics.pop(border.WEIGHT))
         return metrics["gold-ce-sum"] / examples, examples, metrics
 
@@ -144,24 +143,11 @@ class FedNLClient(AdapterClient):
         if own:
             self.context.state[_AT_HOME] = border.pack_arrays(own)
 
-    def _rows(self, bench: Workbench, side: str) -> list[Encoded]:
-        """Encode this client's ``train`` or ``test`` rows."""
-        examples, partition = holdings(self.config)
-        train, test = client_rows(partition, examples, self.partition_id)
-        limit, tokenizer = self.config.data.max_tokens, bench.base.tokenizer
-        chosen = train if side == "train" else test
-        return [encode(example, tokenizer, limit) for example in chosen]
+    def _task(self, bench: Workbench) -> Task:
+        return Task(self.config, bench.base, self.partition_id)
 
-    def _loss(self, bench: Workbench, batch: list[Encoded]) -> tuple[torch.Tensor, int]:
-        model = bench.base.model
-        prompts = Prompts.of([row.prompt_ids for row in batch], model.device)
-        answers = torch.tensor([row.letter_ids[row.gold] for row in batch], device=model.device)
-        return answer_loss(model, prompts, answers), prompts.tokens
-
-    def _score(self, bench: Workbench) -> dict[str, Any]:
-        size, rows = self.config.evaluation.batch_size, self._rows(bench, "test")
-        scores: ChoiceScores = score_choices(bench.base.model, rows, batch_size=size)
-        metrics = {key.replace("_", "-"): value for key, value in asdict(scores).items()}
+    def _score(self, bench: Workbench, trunk: Trunk | None) -> dict[str, Any]:
+        metrics = self._task(bench).score(trunk)
         return {border.WEIGHT: metrics.pop("examples"), **metrics}
 
     def _place(self) -> dict[str, int]:

@@ -18,6 +18,7 @@ from fedloom.adapters import centring
 from fedloom.adapters.attach import Adapter, attach, is_memory_array
 from fedloom.config import RunConfig
 from fedloom.models.base import Base, load_base
+from fedloom.models.trunk import Trunk
 from fedloom.wire import Manifest
 
 
@@ -29,6 +30,8 @@ class Workbench:
     adapter: Adapter
     manifest: Manifest
     """Of what travels: all trainable arrays, or the memory's alone."""
+    trunk: Trunk | None = None
+    """What the layers below the adapter made of rows, with ``train.keep-trunk``."""
 
     def shared_names(self) -> list[str]:
         """Names of the arrays that travel, in the order of the wire."""
@@ -68,7 +71,14 @@ def _build(config: RunConfig) -> Workbench:
         base=base.base_hash,
         tokenizer=base.tokenizer_hash,
     )
-    return Workbench(base, adapter, manifest)
+    return Workbench(base, adapter, manifest, _trunk(base, config))
+
+
+def _trunk(base: Base, config: RunConfig) -> Trunk | None:
+    if not config.train.keep_trunk:
+        return None
+    layers = int(base.model.config.get_text_config().num_hidden_layers)
+    return Trunk(base.model, layers - config.last_layers, config.train.keep_trunk * 10**6)
 
 
 _HELD = _Held()

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from transformers import DynamicCache, PreTrainedModel
 
 from fedloom.models.answers import Prompts, answer_logits
+from fedloom.models.trunk import Trunk
 
 
 class ChoiceExample(Protocol):
@@ -123,6 +124,7 @@ def score_rows(
     *,
     batch_size: int,
     places: Sequence[Place] = (),
+    trunk: Trunk | None = None,
 ) -> list[RowScore]:
     """Score every example zero-shot, each for itself, in the order given.
 
@@ -132,6 +134,8 @@ def score_rows(
     ----------
     places
         Where each example's answer stands, if that is known.
+    trunk
+        Remembers what the frozen lower layers make of a row.
     """
     if places and len(places) != len(examples):
         raise ValueError(f"{len(places)} places for {len(examples)} examples: expected one each")
@@ -144,7 +148,7 @@ def score_rows(
             picked = order[start : start + batch_size]
             batch = [examples[i] for i in picked]
             where = [places[i] if places else None for i in picked]
-            found |= zip(picked, _score(model, batch, where), strict=True)
+            found |= zip(picked, _score(model, batch, where, trunk), strict=True)
     model.train(was_training)
     return [found[i] for i in range(len(examples))]
 
@@ -174,11 +178,14 @@ def depth_sums(rows: Iterable[RowScore]) -> dict[str, int | float]:
 
 
 def _score(
-    model: PreTrainedModel, batch: Sequence[ChoiceExample], places: Sequence[Place | None]
+    model: PreTrainedModel,
+    batch: Sequence[ChoiceExample],
+    places: Sequence[Place | None],
+    trunk: Trunk | None,
 ) -> list[RowScore]:
     device = model.get_output_embeddings().weight.device
     prompts = Prompts.of([example.prompt_ids for example in batch], device)
-    logits = answer_logits(model, prompts).double()
+    logits = answer_logits(model, prompts, trunk).double()
     counts = [len(example.letter_ids) for example in batch]
     # Rows have two to five choices: the missing letters stand as token 0 and weigh nothing.
     padded = [[*e.letter_ids, *[0] * (max(counts) - len(e.letter_ids))] for e in batch]

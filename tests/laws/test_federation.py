@@ -18,6 +18,7 @@ from fedloom.data.prompts import prompt
 from fedloom.data.questions import load_questions
 from fedloom.simulations import client_app
 from fedloom.simulations.inprocess import InProcessGrid, run_in_process
+from fedloom.tasks import Task, length
 from fedloom.training import _batches
 
 from runs import METRICS_THAT_MAY_LEAVE, adapter_of, equal, recorded, rows
@@ -50,14 +51,14 @@ def test_one_client_is_central_training_step_for_step(recipe):
     run_in_process(config)
     bench = workbench(config)
     bench.adapter.reset()
-    rows_held = _lone_client(config)._rows(bench, "train")
+    rows_held = Task(config, bench.base, partition=0).lessons(1)
     model, parameters = bench.base.model, list(bench.adapter.parameters().values())
     for server_round in (1, 2, 3):
         seed = seeds.split(config.seed, server_round, 0, "training")
         optimiser = torch.optim.AdamW(
             parameters, lr=config.train.learning_rate, weight_decay=0.0, foreach=False
         )
-        for batch in _batches(rows_held, lambda row: len(row.prompt_ids), config.train, seed):
+        for batch in _batches(rows_held, length, config.train, seed):
             losses = []
             for row in batch:
                 logits = model(torch.tensor([row.prompt_ids]), use_cache=False).logits[0, -1]

@@ -42,7 +42,10 @@ def test_span_loss_is_the_mean_over_labelled_tokens(model):
 @pytest.mark.parametrize("chunk", [3, 256])
 def test_candidates_score_as_if_each_were_written_out(model, chunk):
     prompt, candidates = list(range(30, 51)), [(5, 6, 7), (5,), (9, 8, 7, 6), (5, 6, 8)]
-    found = candidate_scores(model, prompt, candidates, MemoryCache(model.config), chunk=chunk)
+    cache = MemoryCache(model.config)
+    with torch.no_grad():
+        found, top = candidate_scores(model, prompt, candidates, cache, chunk=chunk)
+    assert top == alone(model, prompt)[-1].argmax()
     for score, candidate in zip(found, candidates, strict=True):
         said = alone(model, [*prompt, *candidate])[len(prompt) - 1 : -1]
         expected = F.nll_loss(said, torch.tensor(candidate), reduction="sum")
@@ -52,7 +55,7 @@ def test_candidates_score_as_if_each_were_written_out(model, chunk):
 def test_single_token_candidates_need_no_second_pass(model):
     prompt = list(range(30, 41))
     with torch.no_grad():
-        found = candidate_scores(model, prompt, [(65,), (66,)], MemoryCache(model.config))
+        found, _ = candidate_scores(model, prompt, [(65,), (66,)], MemoryCache(model.config))
     torch.testing.assert_close(found, alone(model, prompt)[-1, [65, 66]], atol=1e-10, rtol=0)
 
 

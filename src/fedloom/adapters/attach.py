@@ -205,7 +205,8 @@ class Adapter:
         self.model: peft.PeftModel = hang_lora(base, config.lora, layers=layers, seed=seed)
         self._switch = _Switch()
         self._handles: list[RemovableHandle] = []
-        self._attentions: list[nn.Module] = []
+        self._attentions: list[nn.Module] = []  # those with a memory
+        self._grafted: list[nn.Module] = []  # and those below that only keep to the window
         if config.memory.enabled:
             self._graft(base, layers)
             self._centre(base, sample)
@@ -217,16 +218,30 @@ class Adapter:
         decoder = base.get_decoder()
         hook = decoder.register_forward_pre_hook(self._before_pass, with_kwargs=True)
         self._handles.append(hook)
+        if self.config.memory.window:
+            # A layer without an adapter that saw everything would tell those above of it.
+            below = self.config.replaced(
+                memory__gate="shut",
+                memory__beta_trainable=False,
+                memory__key_taps="off",
+                memory__centre="off",
+            )
+            for index in range(layers[0]):
+                self._graft_one(decoder.layers[index].self_attn, below)
         for index in layers:
             attention = decoder.layers[index].self_attn
-            graft = GraftedMemory(attention, self.config, self._switch)
-            weight = next(attention.parameters())
-            graft.to(device=weight.device)
-            if weight.dtype == torch.float64:
-                graft.to(dtype=torch.float64)
-            attention.add_module("memory", graft)
-            self._handles += graft.hook(attention)
+            self._graft_one(attention, self.config)
             self._attentions.append(attention)
+
+    def _graft_one(self, attention: nn.Module, config: RunConfig) -> None:
+        graft = GraftedMemory(attention, config, self._switch)
+        weight = next(attention.parameters())
+        graft.to(device=weight.device)
+        if weight.dtype == torch.float64:
+            graft.to(dtype=torch.float64)
+        attention.add_module("memory", graft)
+        self._handles += graft.hook(attention)
+        self._grafted.append(attention)
 
     def _centre(self, base: PreTrainedModel, sample: Sequence[int]) -> None:
         """Start learnt centres at the frozen model's means over a sample of text."""
@@ -309,7 +324,7 @@ class Adapter:
         """Take everything off and return the model as it was."""
         for handle in self._handles:
             handle.remove()
-        for attention in self._attentions:
+        for attention in self._grafted:
             del attention.memory
         if self.config.train.checkpoint_layers:
             self.model.get_base_model().activation_checkpointing_disable()

@@ -27,6 +27,11 @@ class TrainConfig:
     """FedProx: pull towards the round's start with ``mu / 2 |theta - start|^2``; 0 is FedAvg."""
     truncate_chunks: int = 0
     """Cut back-propagation through the memory every so many chunks; 0 is full BPTT."""
+    curriculum: bool = False
+    """A client's rows are sorted by length and shared out over the rounds, the short ones first."""
+    keep_trunk: int = 0
+    """With ``last-layers``: megabytes for the hidden states below the adapted layers, which are
+    frozen; a row's are then computed once. 0 computes them anew each time."""
     checkpoint_layers: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
 
@@ -37,6 +42,7 @@ class TrainConfig:
         at_least("train.weight-decay", self.weight_decay, 0)
         at_least("train.clip-norm", self.clip_norm, 0)
         at_least("train.proximal-mu", self.proximal_mu, 0)
+        at_least("train.keep-trunk", self.keep_trunk, 0)
         at_least("train.truncate-chunks", self.truncate_chunks, 0)
         at_least("train.memory-learning-rate", self.memory_learning_rate, 0)
         if not self.learning_rate > 0:

@@ -90,6 +90,11 @@ class NiahConfig:
     train_tokens_min: int = 256
     train_tokens_max: int = 512
     """Training prompts are of lengths drawn between these two."""
+    primer_rows: int = 0
+    """Rows a client learns from besides: one to three events, then filler. With
+    ``train.curriculum`` they come first, and the memory learns to find one fact before four."""
+    primer_tokens: int = 96
+    """Tokens of filler in such a row; more than the window, or attention answers."""
     test_rows: int = 8
     """Test rows a client for each of ``test-tokens``; FedNL has 5."""
     test_tokens: str = "512,1024,2048"
@@ -104,9 +109,11 @@ class NiahConfig:
         for key, count in (
             ("niah.train-rows", self.train_rows),
             ("niah.test-rows", self.test_rows),
+            ("niah.primer-tokens", self.primer_tokens),
             ("niah.train-tokens-min", self.train_tokens_min),
         ):
             at_least(key, count, 1)
+        at_least("niah.primer-rows", self.primer_rows, 0)
         at_least("niah.train-tokens-max", self.train_tokens_max, self.train_tokens_min)
         _check_rising("niah.kinds", self.kinds, sorted(self.kind_names), "names that differ")
         _check_rising("niah.test-tokens", self.test_tokens, self.test_lengths, "rising lengths")

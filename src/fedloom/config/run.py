@@ -78,6 +78,7 @@ class RunConfig:
                 " and choose the lengths by niah.train-tokens-max and niah.test-tokens"
             )
         self._check_share()
+        self._check_trunk()
         self._check_nodes()
 
     def _check_share(self) -> None:
@@ -88,6 +89,13 @@ class RunConfig:
             raise Refusal(
                 'share = "memory" and no trained gate or taps: nothing would be sent; set'
                 ' memory.gate = "vector" or share = "all"'
+            )
+
+    def _check_trunk(self) -> None:
+        if self.train.keep_trunk and not self.last_layers:
+            raise Refusal(
+                f"train.keep-trunk = {self.train.keep_trunk} with last-layers = 0: every layer is"
+                " adapted and nothing lies below; set last-layers or train.keep-trunk = 0"
             )
 
     def _check_nodes(self) -> None:

@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from fedloom.models.trunk import Trunk
+
 
 @dataclass(frozen=True)
 class Prompts:
@@ -25,6 +27,8 @@ class Prompts:
     """Index of each prompt's last token."""
     tokens: int
     """Real tokens in the batch."""
+    rows: tuple[tuple[int, ...], ...]
+    """The prompts as they came."""
 
     @classmethod
     def of(cls, prompts: Sequence[Sequence[int]], device: torch.device) -> Prompts:
@@ -36,21 +40,27 @@ class Prompts:
         lengths = [len(prompt) for prompt in prompts]
         rows = [[*prompt, *[0] * (max(lengths) - len(prompt))] for prompt in prompts]
         ids = torch.tensor(rows, device=device)
-        return cls(ids, torch.tensor(lengths, device=device) - 1, sum(lengths))
+        last = torch.tensor(lengths, device=device) - 1
+        return cls(ids, last, sum(lengths), tuple(map(tuple, prompts)))
 
 
-def answer_logits(model: PreTrainedModel, prompts: Prompts) -> Tensor:
+def answer_logits(model: PreTrainedModel, prompts: Prompts, trunk: Trunk | None = None) -> Tensor:
     """Return the next-token logits after each prompt, [B, vocabulary] in float32 at least.
 
     No attention mask is passed: padding stands after the last real token, where causal attention
     and the memory cannot see it, and without a mask attention takes its fast causal path.
     """
-    hidden = model.get_decoder()(input_ids=prompts.ids_BT, use_cache=False).last_hidden_state
+    if trunk is not None:
+        hidden = trunk.hidden(prompts.rows)
+    else:
+        hidden = model.get_decoder()(input_ids=prompts.ids_BT, use_cache=False).last_hidden_state
     rows = torch.arange(len(prompts.last_B), device=hidden.device)
     logits: Tensor = model.get_output_embeddings()(hidden[rows, prompts.last_B])
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-def answer_loss(model: PreTrainedModel, prompts: Prompts, answers: Tensor) -> Tensor:
+def answer_loss(
+    model: PreTrainedModel, prompts: Prompts, answers: Tensor, trunk: Trunk | None = None
+) -> Tensor:
     """Return the mean cross-entropy of the answer token [B] over the whole vocabulary, in nats."""
-    return F.cross_entropy(answer_logits(model, prompts), answers)
+    return F.cross_entropy(answer_logits(model, prompts, trunk), answers)

@@ -55,8 +55,8 @@ def candidate_scores(
     cache: DynamicCache,
     *,
     chunk: int = 256,
-) -> Tensor:
-    """Return each candidate's log-probability after the prompt, [A] in float64, summed over tokens.
+) -> tuple[Tensor, int]:
+    """Score candidates as what comes after the prompt.
 
     Parameters
     ----------
@@ -64,6 +64,13 @@ def candidate_scores(
         A fresh cache; for a model with memory, a ``MemoryCache``.
     chunk
         Tokens of the prompt that are read at once.
+
+    Returns
+    -------
+    Tensor
+        Each candidate's log-probability, [A] in float64, summed over its tokens.
+    int
+        The token that the model finds likeliest right after the prompt.
     """
     device = model.get_output_embeddings().weight.device
     ids = torch.tensor([list(prompt)], device=device)
@@ -80,7 +87,7 @@ def candidate_scores(
     logits_ALV = head(torch.cat((first, rest), dim=1)).double()
     each = logits_ALV.log_softmax(-1).gather(2, labels_AL[..., None]).squeeze(2)
     real = torch.arange(labels_AL.shape[1], device=device) < lengths[:, None]
-    return (each * real).sum(1)
+    return (each * real).sum(1), int(logits_ALV[0, 0].argmax())
 
 
 def _read(decoder: Any, ids: Tensor, cache: DynamicCache) -> Tensor:

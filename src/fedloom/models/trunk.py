@@ -51,7 +51,8 @@ class Trunk:
 
     def hidden(self, rows: Sequence[Sequence[int]]) -> Tensor:
         """Return the decoder's output [B, T, W] for token rows, right-padded with what comes."""
-        with torch.no_grad():
+        # Not inference tensors, wherever this is called: training uses what scoring kept.
+        with torch.inference_mode(False), torch.no_grad():
             made = [self._of(tuple(row)) for row in rows]
         padded = nn.utils.rnn.pad_sequence(made, batch_first=True).to(self._device)
         with self._only(self._high, self._decoder.norm):

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -31,6 +33,14 @@ class Asks(Protocol):
     def gold(self) -> int:
         """Index of the right one."""
 
+    @property
+    def stem(self) -> str:
+        """How an answer begins."""
+
+    @property
+    def asks(self) -> tuple[tuple[str, str, str], ...]:
+        """Question, stem and value of each event."""
+
 
 @dataclass(frozen=True)
 class EncodedNeedle(Encoded):
@@ -45,6 +55,33 @@ class EncodedNeedle(Encoded):
     """The value's tokens as they follow either cue."""
     context_tokens: int
     """Tokens up to the end of the context, in both prompts."""
+    stem_ids: tuple[int, ...]
+    """How every answer begins after the cue: the words that stood before the value."""
+    answer_ids: tuple[tuple[int, ...], ...]
+    """Each option's answer after the stem: the value, and the letter it is listed under."""
+
+    def name(self) -> str:
+        """Identify the row by its tokens: 16 hex digits of a SHA-256."""
+        parts = [self.prompt_ids, self.answer_ids, self.gold]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class EncodedLesson:
+    """A haystack and answers to learn: each event's value, then the question with its options."""
+
+    ids: tuple[int, ...]
+    labels: tuple[int, ...]
+    """Positions of the answers' tokens."""
+
+
+def answer(option: str, letter: str) -> str:
+    """Write an answer's end: the value, which must come from the context, and where it is listed.
+
+    >>> answer("7256005", "D")
+    '7256005, option D'
+    """
+    return f"{option}, option {letter}"
 
 
 def asking(question: str, options: Sequence[str], cue: str) -> str:
@@ -72,27 +109,77 @@ def encode_needle(example: Asks, tokenizer: Encodes) -> EncodedNeedle:
         If the tokenizer has no token of its own for a letter, or joins the cue with a value.
     """
     letters = letter_tokens(tokenizer)
+    stem = _after_cue(example.stem, tokenizer)
 
     def ids(text: str) -> tuple[int, ...]:
         return (*letters.opening, *tokenizer.encode(text, add_special_tokens=False))
 
-    before = tokenizer.encode("\n" + letters.cue, add_special_tokens=False)
-    space = "" if letters.cue.endswith(" ") else " "
-    value = example.options[example.gold]
-    both = tokenizer.encode(f"\n{letters.cue}{space}{value}", add_special_tokens=False)
-    if both[: len(before)] != before:
-        raise Refusal(
-            f'this tokenizer joins "Answer:" with the value of {len(value)} characters behind it:'
-            " expected the cue's tokens, then the value's; choose another model"
-        )
     return EncodedNeedle(
         prompt_ids=ids(prompt(example, letters.cue)),
-        letter_ids=letters.ids,
+        letter_ids=letters.ids[: len(example.options)],
         gold=example.gold,
         open_ids=ids(prompt(example, letters.cue, with_options=False)),
-        value_ids=tuple(both[len(before) :]),
+        value_ids=_after_cue(example.options[example.gold], tokenizer),
         context_tokens=len(ids(example.context)),
+        stem_ids=stem,
+        answer_ids=tuple(
+            _after_stem(example.stem, answer(option, letter), tokenizer)
+            for option, letter in zip(example.options, LETTERS, strict=False)
+        ),
     )
+
+
+def encode_lesson(example: Asks, tokenizer: Encodes, *, options: bool = True) -> EncodedLesson:
+    """Encode a haystack followed by all that can be asked of it, each with its answer.
+
+    The context is the dear part of a row: after it, one question costs little, and each answer's
+    loss teaches the memory to write and to find.
+
+    Parameters
+    ----------
+    options
+        Whether the question with its options comes last.
+    """
+    letters = letter_tokens(tokenizer)
+    listing = options or not example.asks
+    asked = [
+        (asking(question, (), letters.cue), stem, value)
+        for question, stem, value in example.asks
+        if not (listing and question == example.question)  # an answer would tell the next one
+    ]
+    if listing:
+        gold = answer(example.options[example.gold], LETTERS[example.gold])
+        listed = asking(example.question, example.options, letters.cue)
+        asked.append((listed, example.stem, gold))
+    ids = [*letters.opening, *tokenizer.encode(example.context, add_special_tokens=False)]
+    labels: list[int] = []
+    for question, stem, said in asked:
+        ids += tokenizer.encode(f"\n\n{question}", add_special_tokens=False)
+        ids += _after_cue(stem, tokenizer)
+        answered = _after_stem(stem, said, tokenizer)
+        labels += range(len(ids), len(ids) + len(answered))
+        ids += answered
+    return EncodedLesson(tuple(ids), tuple(labels))
+
+
+def _after_cue(text: str, tokenizer: Encodes) -> tuple[int, ...]:
+    """Return a text's tokens as they follow the cue.
+
+    Raises
+    ------
+    Refusal
+        If the tokenizer joins the two.
+    """
+    cue = letter_tokens(tokenizer).cue
+    before = tokenizer.encode("\n" + cue, add_special_tokens=False)
+    space = "" if cue.endswith(" ") else " "
+    both = tokenizer.encode(f"\n{cue}{space}{text}", add_special_tokens=False)
+    if both[: len(before)] != before:
+        raise Refusal(
+            f'this tokenizer joins "Answer:" with the value of {len(text)} characters behind it:'
+            " expected the cue's tokens, then the value's; choose another model"
+        )
+    return tuple(both[len(before) :])
 
 
 def prompt_tokens(example: Asks, tokenizer: Encodes) -> int:
@@ -100,3 +187,20 @@ def prompt_tokens(example: Asks, tokenizer: Encodes) -> int:
     letters = letter_tokens(tokenizer)
     text = prompt(example, letters.cue)
     return len(letters.opening) + len(tokenizer.encode(text, add_special_tokens=False))
+
+
+def _after_stem(stem: str, text: str, tokenizer: Encodes) -> tuple[int, ...]:
+    """Return a text's tokens as they follow a stem.
+
+    Raises
+    ------
+    Refusal
+        If the tokenizer joins the two.
+    """
+    begun, whole = (_after_cue(said, tokenizer) for said in (stem, f"{stem} {text}"))
+    if whole[: len(begun)] != begun:
+        raise Refusal(
+            f"this tokenizer joins a stem with the value of {len(text)} characters behind it:"
+            " expected the stem's tokens, then the value's; choose another model"
+        )
+    return whole[len(begun) :]

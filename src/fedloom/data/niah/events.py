@@ -8,7 +8,7 @@ associative memory that writes the value under the key can answer it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fedloom.data.niah.words import Pools
 
@@ -24,6 +24,13 @@ class Event:
     key: str
     value: str
     """What stands behind the key; of a counter's step, the state after it, which is not said."""
+    question: str = ""
+    """What asks for the value; of a counter's event, nothing does."""
+
+    @property
+    def stem(self) -> str:
+        """The sentence up to its value."""
+        return self.text[: self.text.rindex(self.value)].rstrip()
 
 
 @dataclass(frozen=True)
@@ -37,6 +44,8 @@ class Story:
     answer: str
     wrong: tuple[str, str, str]
     """Values of other events of this haystack; for a counter see ``_counter``."""
+    stem: str
+    """How an answer begins: the words that stood before the value."""
 
 
 def tell(kind: str, pools: Pools, events: int, asked: int) -> Story:
@@ -63,12 +72,24 @@ def tell(kind: str, pools: Pools, events: int, asked: int) -> Story:
         keys = _different(lambda: draw_key(pools), events)
     values = _different(lambda: draw_value(pools), events, keys)
     told = tuple(
-        Event(sentence.format(key=key, value=value), key, value)
+        Event(sentence.format(key=key, value=value), key, value, question.format(key=key))
         for key, value in zip(keys, values, strict=True)
     )
     others = [value for index, value in enumerate(values) if index != asked]
     a, b, c = (others[i] for i in pools.random.permutation(len(others))[:3])
-    return Story(told, asked, question.format(key=keys[asked]), values[asked], (a, b, c))
+    asking = told[asked]
+    return Story(told, asked, asking.question, asking.value, (a, b, c), asking.stem)
+
+
+def shortened(story: Story, events: int) -> Story:
+    """Leave out all events but so many, the asked one among them; the wrong options go with them.
+
+    A counter is told as it is: with other steps it would have another answer.
+    """
+    if not story.events[0].question:
+        return story
+    first = max(0, story.asked - events + 1)
+    return replace(story, events=story.events[first : first + events], asked=story.asked - first)
 
 
 def _counter(pools: Pools) -> Story:
@@ -88,7 +109,8 @@ def _counter(pools: Pools) -> Story:
     rest = [str(residue) for residue in random.permutation(MODULUS)]
     a, b, c = [v for v in dict.fromkeys([*passed, *rest]) if v != str(state)][:3]
     question = f"What is the final state of counter {name}, modulo {MODULUS}?"
-    return Story(tuple(told), 0, question, str(state), (a, b, c))
+    stem = f"The final state of counter {name}, modulo {MODULUS}, is"
+    return Story(tuple(told), 0, question, str(state), (a, b, c), stem)
 
 
 def _different(draw: Callable[[], str], count: int, apart_from: Sequence[str] = ()) -> list[str]:

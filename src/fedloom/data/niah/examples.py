@@ -15,7 +15,7 @@ import numpy as np
 from fedloom import seeds
 from fedloom.config.material import NEEDLES, NiahConfig
 from fedloom.data.niah.encode import prompt_tokens
-from fedloom.data.niah.events import Story, tell
+from fedloom.data.niah.events import Story, shortened, tell
 from fedloom.data.niah.haystack import Filler, fill, share_out
 from fedloom.data.niah.words import Pools
 from fedloom.data.partition import Client, Partition, rows_hash
@@ -27,7 +27,8 @@ from fedloom.errors import Refusal
 SIDES = ("train", "test")
 LEAST_FILLER = 32
 """Tokens of filler that a haystack has at least."""
-_LEAST_EVENTS = 4  # as many as there are options
+OPTIONS = 4
+_LEAST_EVENTS = OPTIONS  # the wrong ones are other events' values
 _TRIES = 100
 
 
@@ -51,6 +52,10 @@ class NeedleExample:
     """The right option's text."""
     events: tuple[str, ...]
     """The sentences that were hidden, in their order."""
+    stem: str
+    """How an answer begins: the words that stood before the value."""
+    asks: tuple[tuple[str, str, str], ...]
+    """Question, stem and value of each event; of a counter none: its events have no question."""
     starts: tuple[int, ...]
     """Of each event, the index of its first character in the context."""
     asked: int
@@ -90,6 +95,8 @@ class _Draft:
     depths: tuple[float, ...]
     gold: int
     options: tuple[str, str, str, str]
+    primer: bool = False
+    """A first lesson: few events, all before the filler."""
 
     def seeds(self) -> tuple[str, str, str, int]:
         return _path(self.kind, self.side, self.index, self.budget)
@@ -121,6 +128,8 @@ def make_rows(
     drafts = _drafts(niah, seed, kind, side)
     _check_budgets(niah, drafts, tokenizer)
     documents = share_out(niah.filler, seed)[side]
+    if side == "train":
+        drafts = _primers(niah, seed, kind, tokenizer) + drafts
     return [_example(draft, seed, documents, tokenizer) for draft in drafts]
 
 
@@ -176,11 +185,29 @@ def _draft(niah: NiahConfig, seed: int, kind: str, side: str, index: int, budget
     story = tell(kind, Pools(side, random), len(depths), depths.index(wanted[asked]))
     if kind == "counter":
         depths = tuple(np.linspace(wanted[0], max(0.9, wanted[-1]), len(story.events)).tolist())
-    gold = _balanced(seed, cell, "letter", index, len(LETTERS))
+    gold = _balanced(seed, cell, "letter", index, OPTIONS)
     options = list(story.wrong)
     options.insert(gold, story.answer)
     a, b, c, d = options
     return _Draft(kind, side, index, budget, story, depths, gold, (a, b, c, d))
+
+
+def _primers(niah: NiahConfig, seed: int, kind: str, tokenizer: Encodes) -> list[_Draft]:
+    """Draft first lessons: one event, then two, then three, and ``niah.primer-tokens`` after them.
+
+    What is left of the row asks for one fact just out of the window's sight, until the memory can
+    find that; the wrong options of such rows are in events that were left out.
+    """
+    made = []
+    for i in range(niah.primer_rows):
+        index = -1 - i  # a stream of its own: an ordinary row's index is 0 or more
+        whole = _draft(niah, seed, kind, "train", index, 0)
+        few = shortened(whole.story, 1 + 3 * i // niah.primer_rows)
+        depths = tuple(0.0 for _ in few.events)
+        draft = replace(whole, story=few, depths=depths, primer=True)
+        room = niah.primer_tokens + _bare_tokens(draft, tokenizer)
+        made.append(replace(draft, budget=room))
+    return made
 
 
 def _balanced(seed: int, cell: Sequence[str], purpose: str, index: int, choices: int) -> int:
@@ -252,6 +279,8 @@ def _example(
         gold=draft.gold,
         value=story.answer,
         events=texts,
+        stem=story.stem,
+        asks=tuple((e.question, e.stem, e.value) for e in story.events if e.question),
         starts=woven.starts,
         asked=story.asked,
         depth=round(before / whole, 4),

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a client does with its rows: which it learns from in a round, their loss, and their scores.
+
+Two tasks so far.  A question with choices is answered by one letter.  A needle is answered by a
+value that stands far back in the context, written out together with its letter: a row teaches all
+that can be asked of its context, and at the test the likeliest of the four answers counts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from fedloom.adapters.memory import MemoryCache
+from fedloom.config import RunConfig
+from fedloom.data.niah import NeedleExample, encode_lesson
+from fedloom.data.niah.encode import EncodedNeedle
+from fedloom.data.partition import client_rows
+from fedloom.data.prompts import Encoded
+from fedloom.evaluation import ChoiceScores, Place, RowScore, depth_sums, score_rows
+from fedloom.flat import kebab
+from fedloom.holdings import encode, holdings
+from fedloom.models.answers import Prompts, answer_loss
+from fedloom.models.base import Base
+from fedloom.models.spans import Labelled, candidate_scores, span_loss
+from fedloom.models.trunk import Trunk
+
+Lesson = Encoded | Labelled
+
+
+class Task:
+    """One client's rows, encoded for one model.
+
+    Parameters
+    ----------
+    partition : int
+        Whose rows; -1 takes every client's (pooled training).
+    """
+
+    def __init__(self, config: RunConfig, base: Base, partition: int) -> None:
+        self.config, self.base = config, base
+        examples, made = holdings(config)
+        owners = range(len(made.clients)) if partition < 0 else [partition]
+        held = [client_rows(made, examples, owner) for owner in owners]
+        self._train = [row for train, _ in held for row in train]
+        self._test = [row for _, test in held for row in test]
+
+    def lessons(self, server_round: int) -> list[Lesson]:
+        """Return what is learnt from in a round: all training rows, or the curriculum's share."""
+        rows = [self._lesson(example) for example in self._train]
+        if not self.config.train.curriculum:
+            return rows
+        rows.sort(key=length)
+        first, last = ((server_round - n) * len(rows) // self.config.rounds for n in (1, 0))
+        return rows[first:last] or rows[-1:]
+
+    def _lesson(self, example: Any) -> Lesson:
+        if isinstance(example, NeedleExample):
+            told = encode_lesson(example, self.base.tokenizer, options=example.index >= 0)
+            return Labelled(told.ids, told.labels)
+        return encode(example, self.base.tokenizer, self.config.data.max_tokens)
+
+    def loss(self, batch: Sequence[Lesson], trunk: Trunk | None = None) -> tuple[Tensor, int]:
+        """Return a batch's mean loss and its tokens."""
+        model, tokens = self.base.model, sum(map(length, batch))
+        if isinstance(batch[0], Labelled):
+            return span_loss(model, cast("Sequence[Labelled]", batch), trunk), tokens
+        questions = cast("Sequence[Encoded]", batch)
+        prompts = Prompts.of([row.prompt_ids for row in questions], model.device)
+        answers = torch.tensor([row.letter_ids[row.gold] for row in questions], device=model.device)
+        return answer_loss(model, prompts, answers, trunk), tokens
+
+    def score_rows(self, trunk: Trunk | None = None) -> list[RowScore]:
+        """Score every test row; for this process only, as an outcome tells about its row."""
+        limit, tokenizer = self.config.data.max_tokens, self.base.tokenizer
+        rows = [encode(example, tokenizer, limit) for example in self._test]
+        if self._test and isinstance(self._test[0], NeedleExample):
+            pairs = zip(cast("list[EncodedNeedle]", rows), self._test, strict=True)
+            return [score_needle(self.base.model, row, place_of(example)) for row, example in pairs]
+        size = self.config.evaluation.batch_size
+        return score_rows(self.base.model, rows, batch_size=size, trunk=trunk)
+
+    def score(self, trunk: Trunk | None = None) -> dict[str, int | float]:
+        """Return the test rows' sums as metrics, by depth too where that is known."""
+        started = time.perf_counter()
+        rows = self.score_rows(trunk)
+        sums = vars(ChoiceScores.of(rows, seconds=time.perf_counter() - started))
+        return {kebab(key): value for key, value in sums.items()} | depth_sums(rows)
+
+
+def length(row: Lesson) -> int:
+    """Count a row's tokens."""
+    return len(row.ids if isinstance(row, Labelled) else row.prompt_ids)
+
+
+def place_of(example: NeedleExample) -> Place:
+    """Say how long the prompt was made, and how far back its answer stands."""
+    return Place(depth=example.budget, distance=example.distance)
+
+
+def score_needle(model: PreTrainedModel, row: EncodedNeedle, place: Place) -> RowScore:
+    """Ask for the likeliest of the four answers, each a value of the haystack with its letter.
+
+    ``first_token_correct`` says whether the likeliest token of all begins the right value.
+    """
+    with torch.inference_mode():
+        cache: DynamicCache = MemoryCache(model.config)
+        scores, top = candidate_scores(
+            model, (*row.prompt_ids, *row.stem_ids), row.answer_ids, cache
+        )
+    among = scores.log_softmax(0)
+    return RowScore(
+        row=row.name(),
+        choices=len(scores),
+        correct=int(scores.argmax()) == row.gold,
+        first_token_correct=top == row.answer_ids[row.gold][0],
+        gold_ce=-float(scores[row.gold]) / len(row.answer_ids[row.gold]),
+        letter_ce=-float(among[row.gold]),
+        tokens=len(row.prompt_ids),
+        place=place,
+    )
