@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -98,11 +99,13 @@ def test_needles_run_in_process(needles):
     grid = recorded(needles)
     assert all(reply.has_content() for reply in grid.answered)
     sent = {
-        key
+        re.sub(r"^(local-)?depth-\d+-", "", key)
         for reply in grid.answered
         for record in reply.content.metric_records.values()
         for key in record
     }
+    assert {"distance-sum", "chance-sum"} <= sent  # sums by depth, no row
+    sent -= {"examples", "distance-sum"}
     assert sent - {f"local-{key}" for key in METRICS_THAT_MAY_LEAVE} <= METRICS_THAT_MAY_LEAVE
     folder = Path(needles.output) / needles.name
     assert Partition.from_json((folder / "partition.json").read_text()) == holdings(needles)[1]

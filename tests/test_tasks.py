@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fedloom.adapters.attach import attach
+from fedloom.clients.workbench import workbench
+from fedloom.evaluation import ChoiceScores
+from fedloom.holdings import encode
+from fedloom.models.base import load_base
+from fedloom.models.spans import Labelled
+from fedloom.simulations.inprocess import run_in_process
+from fedloom.tasks import Task, length, place_of, score_needle
+
+from runs import rows as journal
+
+NEEDLES = {
+    "data__task": "niah",
+    "niah__kinds": "passkey,counter",
+    "niah__train_rows": 6,
+    "niah__primer_rows": 3,
+    "niah__primer_tokens": 80,
+    "niah__train_tokens_min": 600,
+    "niah__train_tokens_max": 660,
+    "niah__test_rows": 4,
+    "niah__test_tokens": "640,800",
+    "clients__count": 2,
+}
+
+
+@pytest.fixture
+def needles(recipe, filler):
+    return recipe(niah__filler=filler, **NEEDLES)
+
+
+def task_of(config, partition=0):
+    return Task(config, load_base(config.model.source), partition)
+
+
+def text_of(row):
+    return load_base("tiny:llama").tokenizer.decode(list(row.ids))
+
+
+def said(row):
+    """Return the labelled stretches of a lesson."""
+    decode = load_base("tiny:llama").tokenizer.decode
+    spans: list[list[int]] = []
+    for at in row.labels:
+        if spans and at == spans[-1][-1] + 1:
+            spans[-1].append(at)
+        else:
+            spans.append([at])
+    return [decode([row.ids[at] for at in span]).strip() for span in spans]
+
+
+def test_every_value_of_a_lesson_is_in_its_context_and_asked_for_once(needles):
+    lessons = [row for row in task_of(needles).lessons(1) if len(said(row)) == 4]
+    assert len(lessons) == 6
+    for row in lessons:
+        context, _, asked = text_of(row).partition("\n\nQuestion:")
+        values = [answer.split(", option")[0] for answer in said(row)]
+        assert len(set(values)) == 4
+        for value in values:
+            assert context.count(value) == 1
+        assert [answer for answer in said(row) if ", option " in answer] == said(row)[-1:]
+        for value in values[:-1]:  # no question of its own and among the options: said twice
+            assert asked.count(value) == 2
+        assert asked.count(values[-1]) == 2  # its line among the options, and the answer
+
+
+def test_primers_ask_for_one_fact_and_then_for_more(needles):
+    primers = [row for row in task_of(needles).lessons(1) if len(said(row)) < 4]
+    assert sorted(len(said(row)) for row in primers) == [1, 2, 3]
+    for row in primers:
+        assert "option" not in text_of(row)
+        context = text_of(row).partition("\n\nQuestion:")[0]
+        last = max(context.index(answer) for answer in said(row))
+        assert len(context) - last > 60  # filler stands between the facts and what is asked
+
+
+def test_a_counters_lesson_asks_for_its_final_state_alone(needles):
+    for row in task_of(needles, partition=1).lessons(1):
+        assert len(said(row)) == 1
+        assert "modulo 8, is" in text_of(row)
+
+
+def test_a_curriculum_shares_the_rows_out_from_short_to_long(needles):
+    config = needles.replaced(train__curriculum=True, rounds=3)
+    rounds = [task_of(config).lessons(number) for number in (1, 2, 3)]
+    flat = [row for rows in rounds for row in rows]
+    assert sorted(flat, key=length) == flat
+    assert set(flat) == set(task_of(needles).lessons(1))
+    assert len(flat) == 9
+
+
+def test_pooled_rows_are_every_clients(needles):
+    both = [*task_of(needles, 0).lessons(1), *task_of(needles, 1).lessons(1)]
+    assert task_of(needles, -1).lessons(1) == both
+
+
+def test_a_needles_score_is_that_of_its_four_answers_written_out(needles):
+    config = needles.replaced(memory__window=32, memory__gate_init=0.0)
+    base = load_base(config.model.source)
+    adapter = attach(base.model, config)
+    task = task_of(config)
+    found = task.score_rows()
+
+    for example, score in zip(task._test, found, strict=True):
+        row = encode(example, base.tokenizer)
+        prompt = [*row.prompt_ids, *row.stem_ids]
+        likely = []
+        for option in row.answer_ids:
+            with torch.no_grad():
+                logits = base.model(torch.tensor([[*prompt, *option]]), use_cache=False).logits[0]
+            said_ids = torch.tensor(option)
+            likely.append(-F.cross_entropy(logits[len(prompt) - 1 : -1], said_ids, reduction="sum"))
+        among = torch.stack(likely).log_softmax(0)
+        assert score.letter_ce == pytest.approx(-float(among[row.gold]), abs=1e-3)
+        assert score.place.depth == example.budget
+        assert score.choices == 4
+    adapter.detach()
+    sums = ChoiceScores.of(found)
+    assert sums.chance_sum == sums.examples / 4
+    assert sums.letter_ce_sum > 0
+
+
+def test_scores_do_not_depend_on_the_order_of_options(needles):
+    base = load_base(needles.model.source)
+    task = task_of(needles)
+
+    example = task._test[0]
+    turned = example.permuted([1, 2, 3, 0])
+    one, other = (
+        score_needle(base.model, encode(x, base.tokenizer), place_of(x)) for x in (example, turned)
+    )
+    assert one.row != other.row
+    assert math.isfinite(one.letter_ce)
+    assert math.isfinite(other.letter_ce)
+
+
+def test_a_kept_trunk_changes_time_and_not_the_result(needles):
+    settings = {"last_layers": 1, "memory__window": 24, "train__epochs": 2, "train__max_steps": 0}
+    runs = [
+        needles.replaced(name=n, train__keep_trunk=m, **settings) for n, m in (("a", 0), ("b", 64))
+    ]
+    losses = []
+    for config in runs:
+        run_in_process(config)
+        folder = Path(config.output) / config.name
+        losses.append([r["loss"] for r in journal(folder, "metrics") if r["phase"] == "train"])
+        kept = workbench(config).trunk
+    assert kept is not None
+    assert kept.kept() == 18  # nine training rows of each client; needles are scored without it
+    assert losses[1] == pytest.approx(losses[0], abs=1e-4)
+
+
+def test_labelled_rows_are_hashable_and_have_a_length():
+    row = Labelled((5, 6, 7), (2,))
+    assert length(row) == 3
+    assert hash(row) == hash(Labelled((5, 6, 7), (2,)))
