@@ -91,7 +91,7 @@ class Place:
     depth: int
     """Tokens that the prompt was made to have: 1024, 2048, ..."""
     distance: int
-    """Tokens from what is asked for to the end of the prompt."""
+    """Tokens from what is asked for to where the question begins."""
 
 
 @dataclass(frozen=True)
