@@ -24,31 +24,17 @@ shows what was assumed.
 
 ## The paper's own scale
 
-On one GPU of 24 GB or more, with a model hub (not run here; the recipe is checked, the figures are not ours):
+Three recipes of `simulations/` are FedNL's settings for one GPU and a model hub. A test checks their keys;
+we have not run them, and no figure of ours comes from them.
 
-```toml
-method = "fednl"
-name = "fednl-mmlu-qwen"
-rounds = 5
+| recipe | backbone | data | LoRA | learning rate |
+| --- | --- | --- | --- | --- |
+| `fednl-mmlu-qwen2.5-1.5b` | Qwen2.5-1.5B | MMLU, five clients | rank 32, alpha 64 | 5e-5 |
+| `fednl-mmlu-llama-3.2-1b` | Llama-3.2-1B | MMLU, five clients | rank 32, alpha 64 | 5e-5 |
+| `fednl-niah-llama-3.2-1b` | Llama-3.2-1B | needles in WikiText, seven clients, 1K to 16K tokens | rank 16, alpha 32 | 3e-4 |
 
-[model]
-source = "hub:Qwen/Qwen2.5-1.5B"
-dtype = "bfloat16"
-
-[data]
-source = "hub:cais/mmlu"
-
-[lora]
-rank = 32
-alpha = 64.0
-
-[train]
-learning-rate = 5e-5
-batch-size = 8
-
-[clients]
-gpus = 0.2
-```
+On two cores: `fednl` (MMLU's packaged questions), `bigbench` (five clients of hundreds of questions) and
+`niah` (seven clients of needles).
 
 """
 FOOT = """

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Seven owners of needles: whether it is the memory that answers, and what federation brings.
 
-Study (c).  ``train`` runs the recipe ``niah`` for one method and seed; ``score`` asks what a run left
-on test rows that no run trained on, row by row on this machine; ``table`` pairs the outcomes.  The
-conditions of a comparison see the same rows, the same windowed backbone and the same budget of rows
-and steps:
+Study (c).  ``train`` runs the recipe ``niah`` for one method and seed; ``score`` asks what a run
+left on test rows that no run trained on, row by row on this machine; ``table`` pairs the outcomes.
+The conditions see the same rows, the same windowed backbone and the same budget of rows and steps:
 
 =============  ==================================================================================
 fednl          the recipe: memory and LoRA trained and averaged
@@ -14,9 +13,9 @@ untrained      the windowed backbone as it is
 unwindowed     the frozen model with full attention: it sees the needles, and was never taught
 =============  ==================================================================================
 
-A needle counts as beyond the window if the window ends before it wherever the question is asked.
-Run as ``python benchmarks/fednl/needles.py train|score|table --help``; the last line of ``table`` is
-one JSON object.
+Only rows count whose needle ends a window or more before the question begins.  Run as
+``python benchmarks/fednl/needles.py train|score|table --help``; the last line of ``table`` is one
+JSON object.
 """
 
 from __future__ import annotations
@@ -142,8 +141,8 @@ def table(given: argparse.Namespace) -> None:
     versus = {c: against(outcomes, c) for c in outcomes if c != "fednl"}
     for condition, row in versus.items():
         print(
-            f"fednl - {condition}: {row['difference']:+.3f} [{row['low']:+.3f}, {row['high']:+.3f}],"
-            f" McNemar {row['only_fednl']}:{row['only_other']}, p = {row['p']:.2g}"
+            f"fednl - {condition}: {row['difference']:+.3f}"
+            f" [{row['low']:+.3f}, {row['high']:+.3f}], McNemar {row['only_fednl']}:{row['only_other']}, p = {row['p']:.2g}"
         )
     macros = {c: round(of_clients(rows)[0].value, 4) for c, rows in outcomes.items()}
     print(json.dumps({"macro": macros, "chance": CHANCE, "rows": len(shared), "against": versus}))
