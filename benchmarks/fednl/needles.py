@@ -142,7 +142,8 @@ def table(given: argparse.Namespace) -> None:
     for condition, row in versus.items():
         print(
             f"fednl - {condition}: {row['difference']:+.3f}"
-            f" [{row['low']:+.3f}, {row['high']:+.3f}], McNemar {row['only_fednl']}:{row['only_other']}, p = {row['p']:.2g}"
+            f" [{row['low']:+.3f}, {row['high']:+.3f}], McNemar"
+            f" {row['only_fednl']}:{row['only_other']}, p = {row['p']:.2g}"
         )
     macros = {c: round(of_clients(rows)[0].value, 4) for c, rows in outcomes.items()}
     print(json.dumps({"macro": macros, "chance": CHANCE, "rows": len(shared), "against": versus}))
