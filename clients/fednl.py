@@ -2,33 +2,40 @@
 """FedNL's local work: set the arrays that came, train on own rows, send the arrays back.
 
 The memory's state lives inside a forward pass; the optimiser inside ``train_locally``; rows and
-text stay in this process.  With ``share = "memory"`` LoRA stays too, in Flower's per-node context.
+text stay in this process.  What ``share`` or ``local.method`` keep from round to round lies on this
+node's disk (``fedloom.local.home``); a client object lives for one message.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 from flwr.app import Context
 from flwr.common import NDArrays
+from numpy.typing import NDArray
 
-from fedloom import __version__, border, seeds
+from fedloom import __version__, border
 from fedloom.clients.bridge import AdapterClient
 from fedloom.clients.workbench import Workbench, device, visible_gpus, workbench
 from fedloom.config import RunConfig
 from fedloom.errors import Refusal
 from fedloom.holdings import holdings
+from fedloom.local.home import Home
+from fedloom.local.methods import method_of
+from fedloom.local.work import Work
 from fedloom.models.base import bases_loaded
 from fedloom.models.sources import locate, parse_source
 from fedloom.models.trunk import Trunk
+from fedloom.rules import without_controls
 from fedloom.tasks import Task, length
-from fedloom.training import train_locally
+from fedloom.training import steps_of
+from fedloom.wire import Arrays
 
-_AT_HOME = "arrays-at-home"
+_ADAPTER = "adapter"  # what of it is not averaged
 
 
 class FedNLClient(AdapterClient):
@@ -77,51 +84,63 @@ class FedNLClient(AdapterClient):
 
     def get_parameters(self, config: dict[str, Any]) -> NDArrays:
         """Return the adapter's start, which is the same on every node with this seed."""
-        bench = workbench(self.config)
-        bench.adapter.reset()
-        arrays = bench.adapter.arrays()
-        self.array_names = bench.shared_names()
-        return [arrays[name] for name in self.array_names]
+        start = workbench(self.config).start()
+        self.array_names = list(start)
+        return list(start.values())
 
     def fit(
         self, parameters: NDArrays, config: dict[str, Any]
     ) -> tuple[NDArrays, int, dict[str, Any]]:
         """Train on this client's rows for one round."""
-        bench = self._bench(parameters, config)
-        task = self._task(bench)
-        report = train_locally(
-            bench.adapter,
-            task.lessons(int(config["round"])),
-            lambda batch: task.loss(batch, bench.trunk),
-            length,
-            self.config.train,
-            seed=seeds.split(self.config.seed, config["round"], self.partition_id, "training"),
-        )
-        arrays = bench.adapter.arrays()
-        self._keep_at_home(bench, arrays)
-        metrics = {key.replace("_", "-"): value for key, value in asdict(report).items()}
-        metrics |= _gate_metrics(bench) | self._place()
+        server_round = int(config["round"])
+        bench, received = self._receive(parameters, config, scoring=False)
+        work = self._work(bench, config, server_round)
+        trained = method_of(self.config).fit(work, received)
+        arrays = {**bench.adapter.arrays(), **trained.beside}
+        own = {name: array for name, array in arrays.items() if name not in bench.manifest.arrays}
+        if own:
+            work.home.keep(_ADAPTER, own, server_round)
+        metrics = {key.replace("_", "-"): value for key, value in asdict(trained.report).items()}
+        metrics |= {**trained.metrics, **_gate_metrics(bench), **self._place()}
         if config.get("last"):  # this very adapter is averaged next: the aggregation drop's base
-            scores = self._score(bench, bench.trunk)
-            metrics |= {f"local-{key}": value for key, value in scores.items()}
-        return [arrays[name] for name in bench.shared_names()], metrics.pop("examples"), metrics
+            metrics |= _prefixed("local-", self._score(bench, bench.trunk))
+        return [arrays[name] for name in bench.manifest.arrays], metrics.pop("examples"), metrics
 
     def evaluate(
         self, parameters: NDArrays, config: dict[str, Any]
     ) -> tuple[float, int, dict[str, Any]]:
-        """Score this client's test rows with the arrays that came, or with the frozen model."""
+        """Score this client's test rows with the arrays that came, or with the frozen model.
+
+        Where clients end up with adapters of their own, that one's scores stand beside them.
+        """
         if config.get("frozen"):
             bench = workbench(self.config)
             with bench.adapter.off():  # and its window: the trunk is of another model
                 metrics = self._score(bench, None)
         else:
-            bench = self._bench(parameters, config)
+            bench, received = self._receive(parameters, config, scoring=True)
             metrics = self._score(bench, bench.trunk)
+            metrics |= self._personal(bench, received, config, metrics)
         examples = int(metrics.pop(border.WEIGHT))
         return metrics["gold-ce-sum"] / examples, examples, metrics
 
-    def _bench(self, parameters: NDArrays, config: dict[str, Any]) -> Workbench:
-        """Check what came against the manifest, then set it on the adapter."""
+    def _personal(
+        self, bench: Workbench, received: Arrays, config: dict[str, Any], scores: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Score this client's own adapter; what is not averaged was its own all along."""
+        if self.config.share != "all":
+            return _prefixed("personal-", scores)
+        method = method_of(self.config)
+        work = self._work(bench, config, int(config["round"]) + 1)
+        if not method.is_personal(work):
+            return {}
+        method.personalise(work, received)
+        return _prefixed("personal-", self._score(bench))
+
+    def _receive(
+        self, parameters: NDArrays, config: dict[str, Any], *, scoring: bool
+    ) -> tuple[Workbench, dict[str, NDArray[Any]]]:
+        """Check what came against the manifest, then set it and what was kept on the adapter."""
         bench = workbench(self.config)
         if config["manifest"] != bench.manifest.digest():
             raise Refusal(
@@ -129,22 +148,43 @@ class FedNLClient(AdapterClient):
                 f" {bench.manifest.digest()[:16]} is this node's; use the same model, tokenizer,"
                 " recipe and fedloom version on every node"
             )
-        arrays = dict(zip(self.array_names, parameters, strict=True))
-        bench.manifest.check_arrays(arrays)
+        received = dict(zip(self.array_names, parameters, strict=True))
+        listed = bench.manifest.arrays
+        expected = without_controls(listed) if scoring else listed  # scores need no control
+        replace(bench.manifest, arrays=expected).check_arrays(received)
         bench.adapter.reset()
-        if _AT_HOME in self.context.state:
-            kept = self.context.state.array_records[_AT_HOME]
-            bench.adapter.load(border.unpack_arrays(kept))
-        bench.adapter.load(arrays)
-        return bench
+        if self.config.share != "all":
+            kept = self._home(bench, config).find(_ADAPTER, int(config["round"]) + scoring)
+            bench.adapter.load(kept or {})
+        bench.adapter.load(without_controls(received))
+        return bench, received
 
-    def _keep_at_home(self, bench: Workbench, arrays: dict[str, Any]) -> None:
-        own = {name: array for name, array in arrays.items() if name not in bench.manifest.arrays}
-        if own:
-            self.context.state[_AT_HOME] = border.pack_arrays(own)
+    def _home(self, bench: Workbench, config: dict[str, Any]) -> Home:
+        return Home(str(config.get("run", "")), self.partition_id, bench.manifest.digest())
 
-    def _task(self, bench: Workbench) -> Task:
-        return Task(self.config, bench.base, self.partition_id)
+    def _task(self, bench: Workbench, partition: int | None = None) -> Task:
+        whose = self.partition_id if partition is None else partition
+        return Task(self.config, bench.base, whose)
+
+    def _work(self, bench: Workbench, config: dict[str, Any], server_round: int) -> Work:
+        """Put together what a method works with; ``pool`` lets one client stand in for all."""
+        pool = [int(p) for p in config.get("pool", [])]
+        held = {p: self._task(bench, p) for p in pool or [self.partition_id]}
+        lessons = {p: task.lessons(server_round) for p, task in held.items()}
+        stands_for = [int(p) for p in config.get("stands-for", [])]
+        task = next(iter(held.values()))
+        return Work(
+            adapter=bench.adapter,
+            rows=[row for rows in lessons.values() for row in rows],
+            loss=lambda batch: task.loss(batch, bench.trunk),
+            length=length,
+            config=self.config,
+            home=self._home(bench, config),
+            round=server_round,
+            partition=self.partition_id,
+            last=bool(config.get("last")),
+            steps=sum(steps_of(len(lessons[p]), self.config.train) for p in stands_for),
+        )
 
     def _score(self, bench: Workbench, trunk: Trunk | None) -> dict[str, Any]:
         metrics = self._task(bench).score(trunk)
@@ -155,6 +195,10 @@ class FedNLClient(AdapterClient):
         first = visible_gpus().split(",")[0]
         gpu = int(first) if first.isdigit() else -1
         return {"gpu": gpu, "pid": os.getpid(), "base-loads": bases_loaded()}
+
+
+def _prefixed(prefix: str, scores: dict[str, Any]) -> dict[str, Any]:
+    return {prefix + key: value for key, value in scores.items()}
 
 
 def _gate_metrics(bench: Workbench) -> dict[str, float]:

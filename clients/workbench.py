@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 
 from fedloom import __version__
 from fedloom.adapters import centring
-from fedloom.adapters.attach import Adapter, attach, is_memory_array
+from fedloom.adapters.attach import Adapter, attach
 from fedloom.config import RunConfig
+from fedloom.local.methods import travelling
 from fedloom.models.base import Base, load_base
 from fedloom.models.trunk import Trunk
 from fedloom.wire import Manifest
@@ -29,13 +32,15 @@ class Workbench:
     base: Base
     adapter: Adapter
     manifest: Manifest
-    """Of what travels: all trainable arrays, or the memory's alone."""
+    """Of what travels, which ``share`` and ``local.method`` decide."""
     trunk: Trunk | None = None
     """What the layers below the adapter made of rows, with ``train.keep-trunk``."""
 
-    def shared_names(self) -> list[str]:
-        """Names of the arrays that travel, in the order of the wire."""
-        return list(self.manifest.arrays)
+    def start(self) -> dict[str, NDArray[Any]]:
+        """Go back to the adapter's start and return what of it travels, in the wire's order."""
+        self.adapter.reset()
+        arrays = travelling(self.adapter.config, self.adapter.arrays())
+        return {name: arrays[name] for name in self.manifest.arrays}
 
 
 class _Held:
@@ -61,11 +66,8 @@ class _Held:
 def _build(config: RunConfig) -> Workbench:
     base = load_base(config.model.source, config.model.dtype, device(config))
     adapter = attach(base.model, config, base.tokenizer.encode(centring.TEXT))
-    arrays = adapter.arrays()
-    if config.share == "memory":
-        arrays = {name: array for name, array in arrays.items() if is_memory_array(name)}
     manifest = Manifest.of(
-        arrays,
+        travelling(config, adapter.arrays()),
         method=config.method,
         version=__version__,
         base=base.base_hash,

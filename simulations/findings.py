@@ -19,6 +19,7 @@ from typing import Any
 from fedloom.config import RunConfig
 from fedloom.errors import Refusal
 from fedloom.intervals import Interval, worst_decile
+from fedloom.rules import without_controls
 from fedloom.simulations.scores import (
     FOUR,
     MEASURES,
@@ -259,7 +260,7 @@ def _client(
 
 def _parameters(manifest: Manifest | None) -> dict[str, int]:
     counts = {"LoRA": 0, "memory": 0}
-    for name, (shape, _) in (manifest.arrays if manifest else {}).items():
+    for name, (shape, _) in without_controls(manifest.arrays if manifest else {}).items():
         group = "memory" if ".memory." in f".{name}" else "LoRA"
         counts[group] += math.prod(shape)
     return counts if manifest else {}

@@ -20,6 +20,7 @@ from safetensors.numpy import save
 from fedloom import __version__
 from fedloom.config import RunConfig
 from fedloom.flat import toml_lines
+from fedloom.rules import without_controls
 from fedloom.wire import Manifest, arrays_digest
 
 _VERSIONS = ("flwr", "ray", "torch", "transformers", "peft", "numpy", "safetensors")
@@ -66,10 +67,11 @@ class RunFolder:
 
         peft's loader ignores the memory's arrays, which lie in a file of their own.
         """
-        digest = arrays_digest(arrays)
+        digest = arrays_digest(without_controls(arrays))
         about = {"manifest": manifest.digest(), "base": manifest.base, "fedloom": __version__}
-        lora = {name: array for name, array in arrays.items() if ".lora_" in name}
-        memory = {name: array for name, array in arrays.items() if name not in lora}
+        own = without_controls(arrays)  # SCAFFOLD's controls are the server's, no adapter's
+        lora = {name: array for name, array in own.items() if ".lora_" in name}
+        memory = {name: array for name, array in own.items() if name not in lora}
         folder = self.path / "adapter"
         folder.mkdir(exist_ok=True)
         for file, part in (("adapter_model", lora), ("memory", memory)):

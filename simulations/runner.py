@@ -24,6 +24,7 @@ from rich.console import Console
 from fedloom.config import RunConfig
 from fedloom.errors import Refusal, nearest
 from fedloom.flat import toml_lines
+from fedloom.local.home import VARIABLE as STATE
 from fedloom.simulations.progress import Picture, duration, round_facts, say, show
 from fedloom.simulations.superlink import (
     LocalSuperLink,
@@ -171,7 +172,7 @@ def _run_in(
     events = folder / "events.jsonl"
     picture = Picture()
     try:
-        with _terminable(), _shown(events, console, picture):
+        with _terminable(), _at_home(folder), _shown(events, console, picture):
             reason = _RUNTIMES[runtime](config, folder, picture)
     except (KeyboardInterrupt, Refusal) as cut:
         _close_events(events, picture, str(cut) or "interrupted")
@@ -239,6 +240,18 @@ _RUNTIMES: dict[str, Callable[[RunConfig, Path, Picture], str]] = {
     "ray": _run_on_ray,
     "inprocess": _run_here,
 }
+
+
+@contextlib.contextmanager
+def _at_home(folder: Path) -> Iterator[None]:
+    """Let what the clients keep lie in the run's folder, unless the user said where."""
+    before = os.environ.get(STATE)
+    os.environ[STATE] = before or str(folder / "clients")
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[STATE]
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from fedloom import __version__, border
 from fedloom.config import RunConfig
 from fedloom.errors import Refusal
+from fedloom.rules import without_controls
 from fedloom.simulations.folder import RunFolder
 from fedloom.strategies.adapter_strategy import AdapterStrategy
 from fedloom.strategies.fednl import FedNL
@@ -90,7 +91,7 @@ def _roster(grid: ReplyStream, config: RunConfig, journal: Journal) -> Roster:
 def _sizes(manifest: Manifest) -> dict[str, int]:
     """Count trainable parameters by group, and the bytes that an adapter's arrays take."""
     counts = {"lora": 0, "memory": 0}
-    for name, (shape, _) in manifest.arrays.items():
+    for name, (shape, _) in without_controls(manifest.arrays).items():
         counts["memory" if ".memory." in name else "lora"] += math.prod(shape)
     return {**counts, "bytes": manifest.nbytes()}
 

@@ -8,6 +8,7 @@ a bad client, keeps the byte ledger, and folds each reply when it arrives.
 
 from __future__ import annotations
 
+import uuid
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
@@ -24,11 +25,14 @@ from fedloom import border
 from fedloom.config import RunConfig
 from fedloom.errors import Refusal
 from fedloom.flat import Scalar
+from fedloom.rules import ControlSum, without_controls
 from fedloom.strategies.journal import Journal
 from fedloom.strategies.roster import ReplyStream, Roster
 from fedloom.wire import Arrays, Manifest, Update
 
 Read = TypeVar("Read")
+
+_APART = ("local-", "personal-")
 
 
 class AdapterStrategy(Strategy):
@@ -46,6 +50,9 @@ class AdapterStrategy(Strategy):
         Where events, metrics and bytes go; in memory if left out.
     keep : callable, optional
         Given each round's number and new arrays before anything else can fail.
+    run_token : str, optional
+        Names the folders where clients keep what is theirs; drawn if left out. A run that goes on
+        after a stop needs the one it had.
     """
 
     action = "default"
@@ -58,15 +65,17 @@ class AdapterStrategy(Strategy):
         roster: Roster,
         journal: Journal | None = None,
         keep: Callable[[int, dict[str, NDArray[Any]]], None] | None = None,
+        run_token: str | None = None,
     ) -> None:
         self.config, self.manifest, self.roster = config, manifest, roster
         self.journal = journal or Journal()
         self._keep = keep
+        self.run_token = run_token or uuid.uuid4().hex  # of folders: no result depends on it
         self._partition_of = {node: p for p, node in roster.nodes.items()}
         self._grid: Grid | None = None
         self._asked: set[int] = set()
         self._sent: dict[str, NDArray[Any]] = {}
-        self._train_loss = float("nan")
+        self._train_loss: float | None = None
         self.round_facts: dict[str, float] = {}  # for the round's event; ``fold`` may add to it
 
     @abstractmethod
@@ -75,21 +84,38 @@ class AdapterStrategy(Strategy):
 
     def train_config(self, server_round: int) -> dict[str, Scalar]:
         """Return what a client is told besides the arrays; override to add a method's own keys."""
+        return self._round_config(server_round)
+
+    def _round_config(self, server_round: int) -> dict[str, Scalar]:
         return {
             "round": server_round,
             "manifest": self.manifest.digest(),
+            "run": self.run_token,
             "last": server_round == self.config.rounds,
         }
 
     def run(self, grid: ReplyStream, arrays: Arrays) -> Result:
         """Measure the frozen model, then run Flower's loop over all rounds."""
+        self.journal.event("client-state", run=self.run_token)
         self.measure_frozen(grid)
+        if self.config.local.method == "none":
+            return self._score_alone(grid, arrays)
         return self.start(
             grid=grid,
             initial_arrays=border.pack_arrays(arrays),
             num_rounds=self.config.rounds,
             timeout=self.config.sampling.reply_seconds,
         )
+
+    def _score_alone(self, grid: ReplyStream, arrays: Arrays) -> Result:
+        """Score the start where the last round's adapter would be: nobody trains."""
+        last, result = self.config.rounds, Result()
+        result.arrays = border.pack_arrays(arrays)
+        if self._keep is not None:
+            self._keep(last, dict(arrays))
+        messages = self.configure_evaluate(last, result.arrays, ConfigRecord(), grid)
+        self.aggregate_evaluate(last, grid.send_and_receive(messages))
+        return result
 
     def measure_frozen(self, grid: ReplyStream) -> None:
         """Score the untouched model on every test row: what all else stands against."""
@@ -106,6 +132,9 @@ class AdapterStrategy(Strategy):
         self._grid, self._sent = grid, border.unpack_arrays(arrays)
         chosen = self.roster.sample(self.config.seed, server_round, self.config.sampling.fraction)
         told = {**config, **self.train_config(server_round)}
+        if self.config.local.method == "pooled":  # one client with all rows takes all their steps
+            told |= {"stands-for": chosen, "pool": self.roster.partitions}
+            chosen = self.roster.partitions[:1]
         return self._messages("train", "train", server_round, chosen, arrays, told)
 
     def aggregate_train(
@@ -113,14 +142,19 @@ class AdapterStrategy(Strategy):
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Fold the good replies; name and drop the bad; fail below ``sampling.min-nodes``."""
         rows: list[dict[str, Any]] = []
-        updates = self._updates(server_round, replies, rows)
+        controls = ControlSum(self._sent, len(self.roster.nodes))
+        updates = controls.set_aside(self._updates(server_round, replies, rows))
         first = next(updates, None)
-        folded = None if first is None else self.fold(chain([first], updates), self._sent)
+        folded = None
+        if first is not None:
+            made = self.fold(chain([first], updates), without_controls(self._sent))
+            folded = {**made, **controls.moved()}
         self._report_missing(server_round, "train")
-        if folded is None or len(rows) < self.config.sampling.min_nodes:
+        pooled = self.config.local.method == "pooled"
+        needed = 1 if pooled else self.config.sampling.min_nodes
+        if folded is None or len(rows) < needed:
             raise AggregationError(
-                f"round {server_round}: {len(rows)} usable replies,"
-                f" at least {self.config.sampling.min_nodes} are needed"
+                f"round {server_round}: {len(rows)} usable replies, at least {needed} are needed"
             )
         if self._keep is not None:
             self._keep(server_round, folded)
@@ -138,9 +172,10 @@ class AdapterStrategy(Strategy):
             self._announce_round(server_round, [])
             return []
         self._grid = grid
-        told = {**config, "round": server_round, "manifest": self.manifest.digest()}
+        told = {**config, **self._round_config(server_round)}
         everyone = self.roster.partitions
-        return self._messages("evaluate", "evaluate", server_round, everyone, arrays, told)
+        scored = ArrayRecord(without_controls(arrays))  # scores need no control
+        return self._messages("evaluate", "evaluate", server_round, everyone, scored, told)
 
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
@@ -263,13 +298,16 @@ class AdapterStrategy(Strategy):
         return {**head, **metrics}
 
     def _keep_rows(self, rows: list[dict[str, Any]]) -> None:
-        """Write metrics in partition order; what a client measured before averaging goes apart."""
+        """Write metrics in partition order; what another adapter than the global scored goes apart.
+
+        ``local-``: the adapter that is averaged next; ``personal-``: the client's own.
+        """
         for row in sorted(rows, key=lambda r: cast(int, r["partition"])):
-            local = {k.removeprefix("local-"): v for k, v in row.items() if k.startswith("local-")}
-            self.journal.metric(**{k: v for k, v in row.items() if not k.startswith("local-")})
-            if local:
-                head = {key: row[key] for key in ("round", "partition", "name")}
-                self.journal.metric(**head, phase="local", **local)
+            head = {key: row[key] for key in ("round", "partition", "name")}
+            self.journal.metric(**{k: v for k, v in row.items() if not k.startswith(_APART)})
+            for prefix in _APART:
+                if scores := _prefixed(row, prefix):
+                    self.journal.metric(**head, phase=prefix.removesuffix("-"), **scores)
 
     def _announce_round(self, server_round: int, rows: list[dict[str, Any]]) -> None:
         failures = self.journal.rows["events"]
@@ -289,8 +327,20 @@ class AdapterStrategy(Strategy):
         )
 
 
+def _prefixed(row: dict[str, Any], prefix: str) -> dict[str, Any]:
+    return {k.removeprefix(prefix): v for k, v in row.items() if k.startswith(prefix)}
+
+
 def _macro(rows: list[dict[str, Any]]) -> dict[str, float]:
     """Average over clients, each client counting the same."""
-    ce = [row["gold-ce-sum"] / row["num-examples"] for row in rows]
-    accuracy = [row["correct"] / row["num-examples"] for row in rows]
+    means = _means(rows)
+    personal = [scores for row in rows if (scores := _prefixed(row, "personal-"))]
+    if len(personal) == len(rows):
+        means |= {f"personal-{key}": value for key, value in _means(personal).items()}
+    return means
+
+
+def _means(rows: list[dict[str, Any]]) -> dict[str, float]:
+    ce = [row["gold-ce-sum"] / row[border.WEIGHT] for row in rows]
+    accuracy = [row["correct"] / row[border.WEIGHT] for row in rows]
     return {"gold-ce": float(np.mean(ce)), "accuracy": float(np.mean(accuracy))}

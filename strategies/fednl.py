@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from fedloom import rules
 from fedloom.strategies.adapter_strategy import AdapterStrategy
+from fedloom.strategies.server_step import ServerStep
 from fedloom.wire import Arrays, Update
 
 
@@ -25,10 +25,10 @@ class FedNL(AdapterStrategy):
     """
 
     action = "fednl"  # served by fedloom.clients.fednl
-    _velocity: dict[str, NDArray[np.float64]] | None = None
+    _step: ServerStep | None = None
 
     def fold(self, updates: Iterable[Update], sent: Arrays) -> dict[str, NDArray[Any]]:
-        """Average the replies; with ``server.momentum`` the server steps along their mean."""
+        """Average the replies; with a server optimiser the server steps along their mean."""
         gap = rules.ProductGap(self.config.seed)
         watched = gap.watch(updates)
         if self.config.server.rule == "svd" and any(".lora_A." in name for name in sent):
@@ -40,11 +40,9 @@ class FedNL(AdapterStrategy):
 
     def _mean(self, updates: Iterable[Update], sent: Arrays) -> dict[str, NDArray[Any]]:
         averaged = rules.mean(updates, sent)
-        factor = self.config.server.momentum
-        if not factor:
-            return averaged
-        fresh, self._velocity = rules.momentum(sent, averaged, self._velocity, factor)
-        return fresh
+        if self._step is None:
+            self._step = ServerStep(self.config.server)
+        return self._step.step(sent, averaged)
 
     def _nearest(self, updates: Iterable[Update], sent: Arrays) -> dict[str, NDArray[Any]]:
         """Take the adapter nearest to the mean of products; it holds all factors of a round."""

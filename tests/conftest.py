@@ -79,8 +79,9 @@ def filler(words: WordLists, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(autouse=True)
-def _a_process_of_its_own() -> Iterator[None]:
-    """One thread, and no adapter left on the base model that the process shares."""
+def _a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """One thread, a home for its clients, and no adapter left on the base model."""
     torch.set_num_threads(1)
+    monkeypatch.setenv("FEDLOOM_STATE", str(tmp_path / "clients"))
     yield
     release()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ METRICS_THAT_MAY_LEAVE = {
     "num-examples", "steps", "tokens", "loss", "loss-first", "loss-last", "seconds",
     "gate-mean", "gate-min", "gate-max", "gate-layer-00", "gate-layer-01",
     "gpu", "pid", "base-loads",
+    "control-norm", "own-loss", "omega-norm", "omega-next", "ala-passes", "ala-mean", "ala-min",
     "correct", "first-token-correct",
     "gold-ce-sum", "gold-ce-sq-sum", "letter-ce-sum", "letter-ce-sq-sum",
     "chance-sum", "chance-ce-sum",
@@ -31,6 +33,13 @@ def adapter_of(config) -> dict[str, np.ndarray]:
     return load_file(folder / "adapter_model.safetensors") | load_file(
         folder / "memory.safetensors"
     )
+
+
+def at_home(purpose: str, server_round: int) -> dict[int, dict[str, np.ndarray]]:
+    """Return what the clients of the only run so far kept of a round, by partition."""
+    file = f"*/*/{purpose}-{server_round:06d}.safetensors"
+    found = sorted(Path(os.environ["FEDLOOM_STATE"]).glob(file))
+    return {int(path.parent.name): load_file(path) for path in found}
 
 
 def equal(a: dict, b: dict) -> bool:

@@ -15,7 +15,7 @@ from fedloom.data.prompts import Encoded
 from fedloom.evaluation import ChoiceScores, score_choices
 from fedloom.models import tiny
 from fedloom.models.answers import Prompts, answer_logits, answer_loss
-from fedloom.training import _batches, _pull, train_locally
+from fedloom.training import Pull, _batches, train_locally
 
 
 def rows(count: int) -> list[Encoded]:
@@ -152,6 +152,8 @@ def test_proximal_pull_is_the_gradient_of_fedprox(adapter):
     """One step after a first one has moved the adapter: autograd of the whole objective."""
     parameters = list(adapter.parameters().values())
     start = [p.detach().clone() for p in parameters]
+    pull = Pull(0.7)
+    pull.begin(adapter.parameters())
     with torch.no_grad():
         for parameter in parameters:
             parameter.add_(0.01)
@@ -159,7 +161,7 @@ def test_proximal_pull_is_the_gradient_of_fedprox(adapter):
     distance = sum((p - s).square().sum() for p, s in zip(parameters, start, strict=True))
     wanted = torch.autograd.grad(plain + 0.7 / 2 * distance, parameters, retain_graph=True)
     plain.backward()
-    _pull(parameters, start, 0.7)
+    pull.after_backward(adapter.parameters())
     for parameter, grad in zip(parameters, wanted, strict=True):
         torch.testing.assert_close(parameter.grad, grad, rtol=1e-5, atol=1e-7)  # float32 sums
 

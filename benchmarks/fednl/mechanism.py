@@ -141,12 +141,12 @@ Change = Callable[[MemoryState], MemoryState]
 
 def zeroed(state: MemoryState) -> MemoryState:
     empty = (torch.zeros_like(x) for x in (state.S_BHDD, state.tail_BTHD))
-    return MemoryState(*empty, state.begun_B)
+    return MemoryState(*empty, state.seen_B)
 
 
 def swapped(state: MemoryState) -> MemoryState:
     """Give each row the state of the row that shares its keys."""
-    return MemoryState(swap(state.S_BHDD), swap(state.tail_BTHD), swap(state.begun_B))
+    return MemoryState(swap(state.S_BHDD), swap(state.tail_BTHD), swap(state.seen_B))
 
 
 def swap(x: Tensor) -> Tensor:

@@ -45,8 +45,7 @@ from fedloom.simulations.inprocess import run_in_process
 from fedloom.tasks import Task
 
 RECIPE = Path(__file__).parents[2] / "simulations" / "niah.toml"
-SHUT = {"memory__gate": "shut", "memory__beta_trainable": False, "memory__centre": "off"}
-TRAINED = {"fednl": {}, "fedavg": SHUT}
+TRAINED = {"fednl": {}, "fedavg": {"baseline": "fedavg"}}
 CONDITIONS = ("fednl", "state-zeroed", "fedavg", "untrained", "unwindowed")
 CHANCE = 0.25
 

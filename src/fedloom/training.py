@@ -3,7 +3,8 @@
 
 It is Algorithm 1's inner part (arXiv 2605.16350): for each batch the memory starts at zero, runs
 inside the forward pass, and one optimiser step follows back-propagation through its whole path.
-No Flower, no globals; the optimiser is born and dies here.
+No Flower, no globals; the optimiser is born and dies here.  What a method adds to the plain step
+(a pull, a correction, a record of the gradients) is a ``StepHook``.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -42,6 +43,61 @@ class TrainingReport:
     seconds: float
 
 
+class StepHook:
+    """What a method adds to each step; this one adds nothing.
+
+    Each call is given the trainable parameters by name.  One hook serves one call of
+    ``train_locally``.
+    """
+
+    def begin(self, named: Mapping[str, nn.Parameter]) -> None:
+        """Look at the start."""
+
+    def after_backward(self, named: Mapping[str, nn.Parameter]) -> None:
+        """Read or change the gradients, before they are clipped."""
+
+    def after_step(self, named: Mapping[str, nn.Parameter]) -> None:
+        """Look at what the optimiser did."""
+
+
+class Pull(StepHook):
+    """Add ``strength w (theta - anchor)`` to the gradient.
+
+    It is that of ``strength / 2 sum w (theta - anchor)^2``: in the gradient and not in AdamW's
+    weight decay, which would bypass the moments and pull towards zero.  FedProx (arXiv 1812.06127)
+    anchors at the start, where all ``w`` are one.
+
+    Parameters
+    ----------
+    anchors : mapping, optional
+        Where to pull; the start of the training if left out.
+    weights : mapping, optional
+        ``w`` for each coordinate; all one if left out.
+    """
+
+    def __init__(
+        self,
+        strength: float,
+        anchors: Mapping[str, Tensor] | None = None,
+        weights: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        self._strength, self._anchors, self._weights = strength, anchors, weights
+
+    def begin(self, named: Mapping[str, nn.Parameter]) -> None:
+        """Note where to pull."""
+        if self._anchors is None:
+            self._anchors = {name: p.detach().clone() for name, p in named.items()}
+
+    def after_backward(self, named: Mapping[str, nn.Parameter]) -> None:
+        """Add the pull."""
+        for name, parameter in named.items():
+            if parameter.grad is not None and self._anchors is not None:
+                away = parameter.detach() - self._anchors[name]
+                if self._weights is not None:
+                    away = away * self._weights[name]
+                parameter.grad.add_(away, alpha=self._strength)
+
+
 def train_locally(
     adapter: Adapter,
     examples: Sequence[Example],
@@ -50,6 +106,7 @@ def train_locally(
     config: TrainConfig,
     *,
     seed: int,
+    hooks: Sequence[StepHook] = (),
 ) -> TrainingReport:
     """Train ``adapter`` in place on ``examples``.
 
@@ -61,6 +118,8 @@ def train_locally(
         Example -> tokens, for batches of like length.
     seed : int
         Decides the order of the examples and dropout, nothing else.
+    hooks : sequence of StepHook
+        What a method adds to the steps, in this order; ``train.proximal-mu`` comes last.
 
     Raises
     ------
@@ -68,9 +127,10 @@ def train_locally(
         If a loss is not finite: the arrays would be poisoned.
     """
     started = time.perf_counter()
-    parameters = list(adapter.parameters().values())
-    optimiser = _optimiser(adapter.parameters(), config)
-    start = [p.detach().clone() for p in parameters] if config.proximal_mu else []
+    named = adapter.parameters()
+    parameters = list(named.values())
+    optimiser = _optimiser(named, config)
+    hooks = [*hooks, *([Pull(config.proximal_mu)] if config.proximal_mu else [])]
     batches = _batches(examples, length, config, seed)
     losses: list[float] = []
     sizes: list[int] = []
@@ -78,13 +138,18 @@ def train_locally(
     with torch.random.fork_rng(devices=_devices(parameters)):
         torch.manual_seed(seeds.split(seed, "dropout"))
         adapter.model.train()
+        for hook in hooks:
+            hook.begin(named)
         for batch in batches:
             value, seen = loss(batch)
             _backward(value, optimiser)
-            _pull(parameters, start, config.proximal_mu)
+            for hook in hooks:
+                hook.after_backward(named)
             if config.clip_norm:
                 torch.nn.utils.clip_grad_norm_(parameters, config.clip_norm)
             optimiser.step()
+            for hook in hooks:
+                hook.after_step(named)
             losses.append(value.item())
             sizes.append(len(batch))
             tokens += seen
@@ -106,20 +171,20 @@ def _optimiser(named: dict[str, nn.Parameter], config: TrainConfig) -> torch.opt
 
 
 def _backward(value: Tensor, optimiser: torch.optim.Optimizer) -> None:
-    if not math.isfinite(value.item()):
-        raise FloatingPointError(f"the training loss is {value.item()}; try a lower learning rate")
+    check_finite(value)
     optimiser.zero_grad(set_to_none=True)
     value.backward()
 
 
-def _pull(parameters: list[nn.Parameter], start: list[Tensor], mu: float) -> None:
-    """Add FedProx's gradient ``mu (theta - start)`` (arXiv 1812.06127); in the gradient, not decay.
+def check_finite(loss: Tensor) -> None:
+    """Raise ``FloatingPointError`` for a loss that would poison the arrays."""
+    if not math.isfinite(loss.item()):
+        raise FloatingPointError(f"the training loss is {loss.item()}; try a lower learning rate")
 
-    AdamW's weight decay would bypass the moments and pull towards zero.
-    """
-    for parameter, anchor in zip(parameters, start, strict=bool(start)):
-        if parameter.grad is not None:
-            parameter.grad.add_(parameter.detach() - anchor, alpha=mu)
+
+def steps_of(examples: int, config: TrainConfig) -> int:
+    """Count the optimiser steps that a client with so many examples takes in a round."""
+    return config.max_steps or config.epochs * math.ceil(examples / config.batch_size)
 
 
 def _devices(parameters: list[nn.Parameter]) -> list[torch.device]:
@@ -133,19 +198,20 @@ def _batches(
     taken = 0
     for epoch in itertools.count() if config.max_steps else range(config.epochs):
         random = seeds.generator(seed, epoch, "order")
-        for batch in _epoch(examples, length, config.batch_size, random):
+        for batch in one_epoch(examples, length, config.batch_size, random):
             if config.max_steps and taken == config.max_steps:
                 return
             taken += 1
             yield batch
 
 
-def _epoch(
+def one_epoch(
     examples: Sequence[Example],
     length: Callable[[Example], int],
     size: int,
     random: np.random.Generator,
 ) -> Iterator[list[Example]]:
+    """Yield every example once, in batches of like length and drawn order."""
     order = [examples[i] for i in random.permutation(len(examples))]
     batches: list[list[Example]] = []
     for start in range(0, len(order), size * _POOL):

@@ -220,12 +220,7 @@ class Adapter:
         self._handles.append(hook)
         if self.config.memory.window:
             # A layer without an adapter that saw everything would tell those above of it.
-            below = self.config.replaced(
-                memory__gate="shut",
-                memory__beta_trainable=False,
-                memory__key_taps="off",
-                memory__centre="off",
-            )
+            below = self.config.replaced(memory__gate="shut")
             for index in range(layers[0]):
                 self._graft_one(decoder.layers[index].self_attn, below)
         for index in layers:
@@ -235,6 +230,8 @@ class Adapter:
 
     def _graft_one(self, attention: nn.Module, config: RunConfig) -> None:
         graft = GraftedMemory(attention, config, self._switch)
+        if config.memory.gate == "shut":  # nothing of it is heard: nothing of it can learn
+            graft.requires_grad_(False)
         weight = next(attention.parameters())
         graft.to(device=weight.device)
         if weight.dtype == torch.float64:
@@ -245,7 +242,7 @@ class Adapter:
 
     def _centre(self, base: PreTrainedModel, sample: Sequence[int]) -> None:
         """Start learnt centres at the frozen model's means over a sample of text."""
-        if self.config.memory.centre != "learnt":
+        if self.config.memory.centre != "learnt" or self.config.memory.gate == "shut":
             return
         device = next(base.parameters()).device
         with self.off():
@@ -310,11 +307,14 @@ class Adapter:
     def off(self) -> Iterator[None]:
         """The untouched LLM, for as long as the block lasts."""
         self._switch.on = False
+        trained = {p: p.requires_grad for p in self.model.parameters()}
         try:
             with self.model.disable_adapter():
                 yield
         finally:
             self._switch.on = True
+            for parameter, requires_grad in trained.items():  # peft trains all LoRA from here on
+                parameter.requires_grad_(requires_grad)
 
     def gates(self) -> list[Tensor]:
         """Return alpha of each layer that carries a memory."""

@@ -55,6 +55,8 @@ def hang_lora(
         for name, parameter in hung.named_parameters():
             if ".lora_A." in name:
                 parameter.copy_(_uniform_start(parameter, seed, checkpoint_name(name)))
+            if config.frozen and ".lora_" in name:
+                parameter.requires_grad_(False)
     return hung
 
 

@@ -13,7 +13,9 @@ where the context is.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -35,8 +37,8 @@ class MemoryState:
     S_BHDD: Tensor
     tail_BTHD: Tensor
     """The last two raw keys, which the next token's step size pools."""
-    begun_B: Tensor
-    """False for a row that was all padding so far: its first key is still to come."""
+    seen_B: Tensor
+    """Tokens so far; 0 for a row that was all padding, whose first key is still to come."""
 
 
 class MemoryCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped here
@@ -84,7 +86,7 @@ class MemoryCache(DynamicCache):  # type: ignore[misc]  # transformers is untype
     def _pick(self, rows: Tensor) -> None:
         for layer, state in self.memory.items():
             at = rows.to(state.S_BHDD.device)
-            picked = (x[at] for x in (state.S_BHDD, state.tail_BTHD, state.begun_B))
+            picked = (x[at] for x in (state.S_BHDD, state.tail_BTHD, state.seen_B))
             self.memory[layer] = MemoryState(*picked)
 
 
@@ -149,21 +151,46 @@ class DeltaMemory(nn.Module):
             beta = beta * real[..., None]
         if self.config.scale_values:
             v_BTHD = v_BTHD * self.dim**-0.5
-        out, S = delta_rule(
-            self._features(self._less(q_BTHGD, "centre_q")),
-            self._features(self._less(self._keys(window), "centre_k")),
-            v_BTHD,
-            beta,
-            None if state is None else state.S_BHDD,
-            rule=self.config.rule,
-            read_before_write=self.config.read_before_write,
-            chunk=self.config.chunk,
-            truncate_chunks=truncate_chunks,
-        )
-        begun = window.new_ones(len(window), dtype=torch.bool) if real is None else real.any(1)
-        if state is not None:
-            begun = begun | state.begun_B
-        return out.flatten(2), MemoryState(S, _last_keys(window, real), begun)
+        if self.config.rule == "none":
+            beta = torch.zeros_like(beta)
+        rows, length = k.shape[:2]
+        tokens = torch.full((rows,), length, device=k.device) if real is None else real.sum(1)
+        seen = torch.zeros_like(tokens) if state is None else state.seen_B
+        reading = self._features(self._less(q_BTHGD, "centre_q"))
+        writing = self._features(self._less(self._keys(window), "centre_k"))
+        inputs = (reading, writing, v_BTHD, beta)
+        S = None if state is None else state.S_BHDD
+        out, S = self._run(inputs, S, seen, tokens, truncate_chunks)
+        return out.flatten(2), MemoryState(S, _last_keys(window, real), seen + tokens)
+
+    def _run(
+        self,
+        inputs: tuple[Tensor, Tensor, Tensor, Tensor],
+        S: Tensor | None,
+        seen_B: Tensor,
+        tokens_B: Tensor,
+        truncate_chunks: int,
+    ) -> tuple[Tensor, Tensor]:
+        """Run the rule over (q, k, v, beta); with ``reset-every``, forget S at each boundary."""
+        every, outs = self.config.reset_every, []
+        for start, end in _stretches(seen_B, inputs[0].shape[1], every):
+            if every and S is not None:  # padding past a row's end is no boundary
+                kept = ((seen_B + start) % every != 0) | (start >= tokens_B)
+                S = torch.where(kept[:, None, None, None], S, torch.zeros_like(S))
+            q, k, v, beta = (x[:, start:end] for x in inputs)
+            out, S = delta_rule(
+                q,
+                k,
+                v,
+                beta,
+                S,
+                rule="explicit" if self.config.rule == "none" else self.config.rule,
+                read_before_write=self.config.read_before_write,
+                chunk=self.config.chunk,
+                truncate_chunks=truncate_chunks,
+            )
+            outs.append(out)
+        return (outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)), cast(Tensor, S)
 
     def _features(self, x: Tensor) -> Tensor:
         if self.config.feature_map == "silu-l2":
@@ -189,7 +216,7 @@ class DeltaMemory(nn.Module):
         """Put the two keys before this stretch in front; a sequence's first key stands in."""
         tail = k_BTHD[:, :1].expand(-1, _POOLED - 1, -1, -1)
         if state is not None:
-            tail = torch.where(state.begun_B[:, None, None, None], state.tail_BTHD, tail)
+            tail = torch.where(state.seen_B[:, None, None, None] > 0, state.tail_BTHD, tail)
         return torch.cat((tail, k_BTHD), dim=1)
 
     def _step_size(self, window: Tensor) -> Tensor:
@@ -206,6 +233,16 @@ class DeltaMemory(nn.Module):
             pooled = sum(each[j, :, j : j + T] for j in range(_POOLED))
             beta = torch.sigmoid(pooled + self.bias.to(window).mean(-1))
         return 2 * beta if self.config.negative_eigenvalues else beta
+
+
+def _stretches(seen_B: Tensor, length: int, every: int) -> list[tuple[int, int]]:
+    """Cut a stretch of tokens wherever some row has seen a multiple of ``every``; 0 never cuts."""
+    if not every:
+        return [(0, length)]
+    offsets = {int(seen) % every for seen in seen_B}
+    cuts = {cut for offset in offsets for cut in range(-offset % every, length, every)}
+    edges = sorted({0, length} | cuts)
+    return list(itertools.pairwise(edges))
 
 
 def _last_keys(window: Tensor, real: Tensor | None) -> Tensor:

@@ -12,6 +12,7 @@ from fedloom.config.baselines import BASELINES as BASELINES
 from fedloom.config.learning import EvaluationConfig as EvaluationConfig
 from fedloom.config.learning import ServerConfig as ServerConfig
 from fedloom.config.learning import TrainConfig as TrainConfig
+from fedloom.config.local import LocalConfig as LocalConfig
 from fedloom.config.machine import ClientsConfig as ClientsConfig
 from fedloom.config.machine import SamplingConfig as SamplingConfig
 from fedloom.config.material import DataConfig as DataConfig

@@ -18,6 +18,8 @@ class LoraConfig:
     dropout: float = 0.0
     targets: str = "q,k,v"
     """Comma-separated projections, or ``all-linear`` (FedNL's 11.3 M baseline)."""
+    frozen: bool = False
+    """Leave LoRA at its start, where it does nothing: the gates alone are trained (ablation)."""
 
     def __post_init__(self) -> None:
         at_least("lora.rank", self.rank, 1)
@@ -36,7 +38,10 @@ class MemoryConfig:
 
     enabled: bool = True
     rule: str = "explicit"
-    """``explicit`` eq. (3)/(9), ``proximal`` exact minimiser of eq. (2), ``hebbian`` ablation."""
+    """``explicit`` eq. (3)/(9), ``proximal`` exact minimiser of eq. (2), ``hebbian`` ablation,
+    ``none`` never writes (S = 0, ablation)."""
+    reset_every: int = 0
+    """Forget S after so many tokens of a sequence (ablation); 0 never does within one."""
     read_before_write: bool = False
     """False reads ``S_t q_t`` (Algorithm 1, appendix B); True reads ``S_{t-1} q_t`` (eq. 5)."""
     feature_map: str = "silu-l2"
@@ -72,12 +77,13 @@ class MemoryConfig:
     """Tokens a chunk of the exact chunkwise delta rule."""
 
     def __post_init__(self) -> None:
-        one_of("memory.rule", self.rule, ("explicit", "proximal", "hebbian"))
+        one_of("memory.rule", self.rule, ("explicit", "proximal", "hebbian", "none"))
         one_of("memory.feature-map", self.feature_map, ("silu-l2", "l2"))
         one_of("memory.centre", self.centre, ("off", "learnt"))
         one_of("memory.beta", self.beta, ("token", "fixed"))
         one_of("memory.gate", self.gate, ("vector", "scalar", "dynamic", "fixed", "shut", "open"))
         one_of("memory.key-taps", self.key_taps, ("off", "fixed", "learnt"))
+        at_least("memory.reset-every", self.reset_every, 0)
         at_least("memory.window", self.window, 0)
         at_least("memory.sinks", self.sinks, 0)
         if self.sinks and not self.window:

@@ -1,20 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a baseline's name stands for: keys of the recipe, so that each is one line of it.
 
-A name sets the keys below wherever the recipe leaves them at their default.  ``fedavg`` is FedNL's
-own graft with the gate shut: the same windowed backbone, so that a comparison is about the memory
-and not about the span of attention.
+Words say what a method is: they hold whatever else the recipe says.  Numbers say how strong it is:
+they stand where the recipe leaves them at their default.  ``fedavg`` is FedNL's own graft with the
+gate shut: the same windowed backbone, so that a comparison is about the memory and not about the
+span of attention.
 """
 
 from __future__ import annotations
 
 from fedloom.flat import Scalar
 
-_LORA_ONLY: dict[str, Scalar] = {"memory.gate": "shut", "memory.beta-trainable": False}
+_AVERAGED: dict[str, Scalar] = {"memory.gate": "shut", "server.rule": "mean"}
 
 BASELINES: dict[str, dict[str, Scalar]] = {
-    "fedavg": {**_LORA_ONLY, "server.rule": "mean"},
-    "fedprox": {**_LORA_ONLY, "server.rule": "mean", "train.proximal-mu": 0.01},
-    "fedavgm": {**_LORA_ONLY, "server.rule": "mean", "server.momentum": 0.9},
+    "frozen": {**_AVERAGED, "local.method": "none", "share": "none"},
+    "local": {**_AVERAGED, "share": "none"},
+    "pooled": {**_AVERAGED, "local.method": "pooled"},
+    "fedavg": _AVERAGED,
+    "fedavg-ft": {**_AVERAGED, "local.method": "fine-tune"},
+    "fedprox": {**_AVERAGED, "train.proximal-mu": 0.01},
+    "scaffold": {**_AVERAGED, "local.method": "scaffold"},
+    "fedavgm": {**_AVERAGED, "server.momentum": 0.9},
+    "fedadam": {
+        **_AVERAGED,
+        "server.optimizer": "adam",
+        "server.momentum": 0.9,
+        "server.learning-rate": 0.01,
+    },
+    "ditto": {**_AVERAGED, "local.method": "ditto"},
+    "fedala": {**_AVERAGED, "local.method": "fedala"},
+    "fedssi": {**_AVERAGED, "local.method": "fedssi"},
 }
 """Name -> the keys it sets."""

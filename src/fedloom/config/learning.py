@@ -69,15 +69,38 @@ class ServerConfig:
     rule: str = "mean"
     """``mean`` averages LoRA's factors (FedNL eq. 6); ``svd`` takes the adapter of this rank that
     is nearest to the mean of their products. Gates and taps are averaged either way."""
+    optimizer: str = "none"
+    """What takes the server's step: ``none`` goes to the mean, ``adam`` is FedAdam
+    (arXiv 2003.00295)."""
     momentum: float = 0.0
-    """FedAvgM on the mean of factors: 0 is the plain weighted mean of Algorithm 1."""
+    """FedAvgM on the mean of factors: 0 is the plain weighted mean of Algorithm 1. With ``adam``
+    it is beta 1."""
+    second_momentum: float = 0.99
+    """FedAdam's beta 2."""
+    adaptivity: float = 1e-3
+    """FedAdam's tau, in the denominator: how small a step still counts as one."""
+    learning_rate: float = 1.0
+    """How far the server goes along its step; 1 without an optimiser is the mean itself."""
 
     def __post_init__(self) -> None:
         one_of("server.rule", self.rule, ("mean", "svd"))
-        if self.rule != "mean" and self.momentum:
+        one_of("server.optimizer", self.optimizer, ("none", "adam"))
+        for key, value in (("momentum", self.momentum), ("second-momentum", self.second_momentum)):
+            if not 0 <= value < 1:
+                raise Refusal(f"server.{key} = {value}: expected at least 0 and below 1")
+        for key, value in (("adaptivity", self.adaptivity), ("learning-rate", self.learning_rate)):
+            if not value > 0:
+                raise Refusal(f"server.{key} = {value}: expected a positive number")
+        if self.rule != "mean" and (name := self._stepping()):
             raise Refusal(
-                f'server.momentum = {self.momentum} with server.rule = "{self.rule}": steps between'
-                " factors of different gauges mean nothing; set one of the two to its default"
+                f'{name} with server.rule = "{self.rule}": steps between factors of different'
+                " gauges mean nothing; set one of the two to its default"
             )
-        if not 0 <= self.momentum < 1:
-            raise Refusal(f"server.momentum = {self.momentum}: expected at least 0 and below 1")
+
+    def _stepping(self) -> str:
+        """Name what makes the server step along the mean instead of going there, if anything."""
+        if self.optimizer != "none":
+            return f'server.optimizer = "{self.optimizer}"'
+        if self.momentum:
+            return f"server.momentum = {self.momentum}"
+        return "" if self.learning_rate == 1 else f"server.learning-rate = {self.learning_rate}"

@@ -18,6 +18,7 @@ from fedloom.config.adapter import LoraConfig, MemoryConfig
 from fedloom.config.baselines import BASELINES
 from fedloom.config.checks import at_least, one_of
 from fedloom.config.learning import EvaluationConfig, ServerConfig, TrainConfig
+from fedloom.config.local import LocalConfig
 from fedloom.config.machine import ClientsConfig, SamplingConfig
 from fedloom.config.material import DataConfig, ModelConfig, NiahConfig
 from fedloom.errors import Refusal, nearest
@@ -44,16 +45,19 @@ class RunConfig:
     last_layers: int = 0
     """Adapt only so many layers next to the output; 0 adapts all. Gradients stop below them."""
     baseline: str = ""
-    """Name of a method to compare with (docs/fednl.md lists them); it sets the keys that make it,
-    where the recipe leaves those at their default. Empty is FedNL."""
+    """Name of a method to compare with (docs/fednl.md lists them). It sets the words that make it,
+    whatever the recipe says of them, and numbers that the recipe leaves at their default. Empty is
+    FedNL."""
     share: str = "all"
-    """What is averaged: ``all`` (LoRA and gates) or ``memory`` (gates; LoRA stays at home)."""
+    """What is averaged: ``all`` (LoRA and gates), ``memory`` (gates; LoRA stays at home) or
+    ``none`` (each client trains alone)."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     niah: NiahConfig = field(default_factory=NiahConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    local: LocalConfig = field(default_factory=LocalConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     clients: ClientsConfig = field(default_factory=ClientsConfig)
@@ -63,7 +67,7 @@ class RunConfig:
         one_of("method", self.method, ("fednl",))
         if self.baseline:
             one_of("baseline", self.baseline, tuple(BASELINES))
-        one_of("share", self.share, ("all", "memory"))
+        one_of("share", self.share, ("all", "memory", "none"))
         at_least("rounds", self.rounds, 1)
         at_least("seed", self.seed, 0)
         at_least("last-layers", self.last_layers, 0)
@@ -79,16 +83,23 @@ class RunConfig:
             )
         self._check_share()
         self._check_trunk()
+        self.local.check_with(self.share, self.server.rule)
         self._check_nodes()
 
     def _check_share(self) -> None:
         memory = self.memory
         taps = memory.beta_trainable and memory.beta == "token"
-        trained = memory.enabled and (taps or memory.gate in ("vector", "scalar", "dynamic"))
+        gate = memory.gate in ("vector", "scalar", "dynamic")
+        trained = memory.enabled and memory.gate != "shut" and (taps or gate)
         if self.share == "memory" and not trained:
             raise Refusal(
                 'share = "memory" and no trained gate or taps: nothing would be sent; set'
                 ' memory.gate = "vector" or share = "all"'
+            )
+        if self.lora.frozen and not trained and self.local.method != "none":
+            raise Refusal(
+                "lora.frozen = true and no trained gate or taps: nothing would be trained; set"
+                ' memory.gate = "vector" or lora.frozen = false'
             )
 
     def _check_trunk(self) -> None:
@@ -132,8 +143,9 @@ class RunConfig:
             _check_type(key, value, known[key])
         named = values.get("baseline", "")
         preset = BASELINES.get(str(named), {})  # an unknown name is refused below
+        words = {key: value for key, value in preset.items() if isinstance(value, str)}
         kept = {key: value for key, value in values.items() if value != known[key]}
-        return cast(RunConfig, _build(cls, {**preset, **kept}, ""))
+        return cast(RunConfig, _build(cls, {**preset, **kept, **words}, ""))
 
     from_flower = from_flat
     """Flower's ``context.run_config`` is the same flat mapping."""

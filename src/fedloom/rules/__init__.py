@@ -1,10 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """How updates become one: plain functions on numpy arrays, streaming and order-free."""
 
+from fedloom.rules.averaging import Moments as Moments
+from fedloom.rules.averaging import adam as adam
 from fedloom.rules.averaging import mean as mean
 from fedloom.rules.averaging import momentum as momentum
 from fedloom.rules.averaging import total as total
 from fedloom.rules.contributions import LowRankUpdate as LowRankUpdate
+from fedloom.rules.controls import ControlSum as ControlSum
+from fedloom.rules.controls import control_names as control_names
+from fedloom.rules.controls import only_controls as only_controls
+from fedloom.rules.controls import without_controls as without_controls
 from fedloom.rules.factors import Factors as Factors
 from fedloom.rules.factors import Spectrum as Spectrum
 from fedloom.rules.low_rank import Aggregate as Aggregate

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``Home``: what one client keeps between rounds, on its own disk, by run and partition.
+
+LoRA under ``share = "memory"``, SCAFFOLD's controls, personal adapters and the like.  A client's
+object lives for one message and a process serves many clients, so nothing of this may live in
+memory; Flower's context would ship it through Ray at each call.
+
+The folder is the node's choice and never the coordinator's: ``FEDLOOM_STATE``, else the user's
+state folder.  ``fedloom run`` points it at ``clients`` in the run's folder.  Nothing is removed at
+the end: a personal adapter is what the run was for.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from fedloom.errors import Refusal
+from fedloom.wire import Arrays, arrays_digest
+
+VARIABLE = "FEDLOOM_STATE"
+
+
+class Home:
+    """What one partition keeps in one run; every file is of one purpose and one round.
+
+    Parameters
+    ----------
+    run
+        The run's token, which its server draws: hexadecimal, as it becomes a folder.
+    partition
+        Whose home this is.
+    manifest
+        Digest of the run's manifest; what was kept under another one is refused.
+    """
+
+    def __init__(self, run: str, partition: int, manifest: str) -> None:
+        self._run, self._partition, self._manifest = run, partition, manifest
+
+    def keep(self, purpose: str, arrays: Arrays, server_round: int) -> None:
+        """Write what is left after a round, whole or not at all.
+
+        The round before it is kept too, for a round that must be repeated; others are removed.
+        """
+        about = {
+            "manifest": self._manifest,
+            "round": str(server_round),
+            "digest": arrays_digest(arrays),
+        }
+        folder = self._folder()
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path = folder / f"{purpose}-{server_round:06d}.safetensors"
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        temporary.write_bytes(save(dict(arrays), metadata=about))
+        temporary.replace(path)
+        earlier = [held for held, _ in self._held(purpose) if held < server_round]
+        for held, file in list(self._held(purpose)):
+            if held > server_round or held < max(earlier, default=0):
+                file.unlink()
+
+    def find(self, purpose: str, before: int) -> dict[str, NDArray[Any]] | None:
+        """Read the newest of what was kept before a round, or ``None``.
+
+        Raises
+        ------
+        Refusal
+            If the file is damaged or belongs to another manifest.
+        """
+        files = {held: file for held, file in self._held(purpose) if held < before}
+        return self._read(files[max(files)]) if files else None
+
+    def _folder(self) -> Path:
+        if not re.fullmatch(r"[0-9a-f]{8,64}", self._run):
+            raise Refusal(
+                f'run token "{self._run[:80]}": expected 8 to 64 hexadecimal digits, as this method'
+                " keeps files by it; use the same fedloom version on the server"
+            )
+        return root() / self._run / f"{self._partition:05d}"
+
+    def _held(self, purpose: str) -> Iterator[tuple[int, Path]]:
+        for file in sorted(self._folder().glob(f"{purpose}-*.safetensors")):
+            number = file.stem.removeprefix(f"{purpose}-")
+            if number.isdigit():
+                yield int(number), file
+
+    def _read(self, file: Path) -> dict[str, NDArray[Any]]:
+        try:
+            with safe_open(file, framework="numpy") as opened:
+                about = opened.metadata() or {}
+                arrays = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise Refusal(f"{file} cannot be read ({error}); remove it to start anew") from error
+        if about.get("manifest") != self._manifest:
+            raise Refusal(
+                f"{file} was kept under manifest {str(about.get('manifest'))[:16]},"
+                f" {self._manifest[:16]} is this run's; remove it to start anew"
+            )
+        if about.get("digest") != arrays_digest(arrays):
+            raise Refusal(f"{file} is damaged: its digest differs; remove it to start anew")
+        return arrays
+
+
+def root() -> Path:
+    """Return the folder of all runs' homes on this machine."""
+    told = os.environ.get(VARIABLE, "")
+    return Path(told).expanduser() if told else platformdirs.user_state_path("fedloom")

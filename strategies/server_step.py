@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the server goes when the replies have been averaged: to the mean, or a step along it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedloom import rules
+from fedloom.config import ServerConfig
+from fedloom.wire import Arrays
+
+
+class ServerStep:
+    """``server.optimizer``, ``server.momentum`` and ``server.learning-rate``, with their state.
+
+    Attributes
+    ----------
+    velocity, moments
+        FedAvgM's and FedAdam's memory of earlier rounds; ``None`` before the first.
+    """
+
+    def __init__(self, config: ServerConfig) -> None:
+        self._config = config
+        self.velocity: dict[str, NDArray[np.float64]] | None = None
+        self.moments: rules.Moments | None = None
+
+    def step(self, start: Arrays, averaged: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+        """Return the new arrays; without an optimiser and at rate 1 they are the mean itself."""
+        config = self._config
+        if config.optimizer == "adam":
+            made, self.moments = rules.adam(
+                start,
+                averaged,
+                self.moments,
+                rate=config.learning_rate,
+                beta1=config.momentum,
+                beta2=config.second_momentum,
+                tau=config.adaptivity,
+            )
+            return made
+        if not config.momentum and config.learning_rate == 1:
+            return averaged
+        made, self.velocity = rules.momentum(
+            start, averaged, self.velocity, config.momentum, config.learning_rate
+        )
+        return made
