@@ -135,7 +135,7 @@ class FedNLClient(AdapterClient):
         if not method.is_personal(work):
             return {}
         method.personalise(work, received)
-        return _prefixed("personal-", self._score(bench))
+        return _prefixed("personal-", self._score(bench, bench.trunk))
 
     def _receive(
         self, parameters: NDArrays, config: dict[str, Any], *, scoring: bool
