@@ -21,7 +21,7 @@ import fedloom
 from fedloom.config import RunConfig
 from fedloom.errors import Refusal
 from fedloom.flat import Scalar
-from fedloom.simulations import data_cli
+from fedloom.simulations import data_cli, generate_cli, state_cli
 
 app = typer.Typer(
     name="fedloom",
@@ -32,6 +32,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,  # its tracebacks would show local variables
 )
 app.add_typer(data_cli.app, name="data")
+
+app.command()(generate_cli.generate)
+app.add_typer(state_cli.app, name="state")
 
 Recipe = Annotated[str, typer.Argument(help="TOML recipe: a file, or the name of a packaged one.")]
 Settings = Annotated[

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import Cache, PreTrainedModel
 
+from fedloom.adapters.caches import in_sight
 from fedloom.adapters.centring import mean_projections
 from fedloom.adapters.lora import checkpoint_name, hang_lora, peft_config
 from fedloom.adapters.memory import (
@@ -49,6 +50,8 @@ class _Pass:
     layout: Layout | None
     place_BK: Tensor | None = None
     """Index of each key's token in its own sequence; ``None`` where that is its index."""
+    held: Tensor | None = None
+    """Who sees whom where the cache holds no more than the window, [B, 1, Q, K]."""
     windows: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
 
@@ -115,14 +118,17 @@ class GraftedMemory(nn.Module):
 
     def _windowed(self, mask: Tensor | None, x: Tensor, past: int, shared: _Pass) -> Tensor:
         queries = x.shape[1]
+        if shared.held is not None:  # what transformers' mask says is in it
+            eager = mask is not None and mask.dtype != torch.bool
+            return _additive(shared.held, x.dtype) if eager else shared.held
         keys = mask.shape[-1] if mask is not None else past + queries
         seen = shared.windows.get((queries, keys))
         if seen is None:
-            at = torch.arange(past, past + queries, device=x.device)[:, None]
-            back = at - torch.arange(keys, device=x.device)[None, :]
-            seen = ((back >= 0) & (back < self._window))[None, None]
-            if self._sinks:
-                seen = seen | ((back >= 0) & self._is_sink(keys, shared, x.device))
+            place = torch.arange(keys, device=x.device)[None]
+            if shared.place_BK is not None:
+                place = shared.place_BK[:, :keys]
+            at = place[:, past : past + queries]
+            seen = in_sight(at, place, self._window, self._sinks)[:, None]
             shared.windows[queries, keys] = seen
         if mask is None:
             return seen
@@ -130,13 +136,6 @@ class GraftedMemory(nn.Module):
             return mask & seen
         narrowed: Tensor = mask.masked_fill(~seen, torch.finfo(mask.dtype).min)
         return narrowed
-
-    def _is_sink(self, keys: int, shared: _Pass, device: torch.device) -> Tensor:
-        """Mark the keys that stay in sight, [1 or B, 1, 1, keys]."""
-        place = torch.arange(keys, device=device)[None]
-        if shared.place_BK is not None:
-            place = shared.place_BK[:, :keys]
-        return ((place >= 0) & (place < self._sinks))[:, None, None]
 
     def _after(self, attention: nn.Module, _inputs: Any, output: Any) -> Any:
         """Mix the softmax branch with what the memory read."""
@@ -264,7 +263,35 @@ class Adapter:
         rows, tokens = cast(Tensor, ids).shape[:2]
         used = None if mask is None else mask[:, -tokens:]
         found = layout(rows, used, kwargs.get("position_ids"))
-        return inputs, {**kwargs, _PASS: _Pass(found, _places(mask, found))}
+        held = self._held(kwargs.get("cache", kwargs.get("past_key_values")), ids, used, found)
+        places = _places(mask, found) if held is None else None
+        return inputs, {**kwargs, _PASS: _Pass(found, places, held)}
+
+    def narrow(self, cache: MemoryCache) -> None:
+        """Let an empty cache hold no more than ``memory.window`` needs; the first pass does so too.
+
+        Without a window, and while the adapter is off, attention needs all keys.
+        """
+        memory = self.config.memory
+        if memory.window and self._grafted and self._switch.on:
+            layers = [cast(int, attention.layer_idx) for attention in self._grafted]
+            cache.slide(memory.window, memory.sinks, layers)
+
+    def _held(self, cache: Any, ids: Any, used: Tensor | None, rows: Layout | None) -> Any:
+        """Return who sees whom in a cache that holds no more than the window."""
+        if not isinstance(cache, MemoryCache):
+            return None
+        if not self._switch.on:
+            if cache.span is not None:
+                raise ValueError("the untouched LLM needs all keys: give it a cache of its own")
+            return None
+        self.narrow(cache)
+        if cache.span is None:
+            return None
+        if rows is not None and not rows.one_a_row:
+            raise ValueError("a row of several documents has no one memory to carry on")
+        batch, tokens = ids.shape[:2]
+        return cache.span.advance(batch, tokens, used, ids.device)
 
     def _trainable(self) -> dict[str, nn.Parameter]:
         named = self.model.named_parameters()
@@ -329,6 +356,12 @@ class Adapter:
         if self.config.train.checkpoint_layers:
             self.model.get_base_model().activation_checkpointing_disable()
         return cast(PreTrainedModel, self.model.unload())
+
+
+def _additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """Write a mask as what eager attention adds to its scores."""
+    zeros = torch.zeros_like(seen, dtype=dtype)
+    return zeros.masked_fill(~seen, torch.finfo(dtype).min)
 
 
 def _places(mask: Tensor | None, rows: Layout | None) -> Tensor | None:

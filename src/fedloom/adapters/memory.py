@@ -14,6 +14,7 @@ where the context is.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -22,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedConfig
 
+from fedloom.adapters.caches import Span, WindowLayer
 from fedloom.config import MemoryConfig
 from fedloom.ops.delta_rule import delta_rule
 
@@ -45,17 +47,41 @@ class MemoryCache(DynamicCache):  # type: ignore[misc]  # transformers is untype
     """Hugging Face's cache with a memory state for each layer, for decoding token by token.
 
     The states follow the rows of the cache when ``generate`` reorders, repeats or selects them.
-    A write cannot be undone, so the cache cannot be cropped (assisted decoding needs that).
+    A write cannot be undone, so the cache cannot be cropped (assisted decoding needs that).  An
+    adapter with a window narrows its layers at the first token (``slide``): the cache then has a
+    constant size, whatever the context's length.
     """
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config=config)
         self.memory: dict[int, MemoryState] = {}
+        self.span: Span | None = None
+        """What the windowed layers hold; ``None`` while all layers hold every key."""
+
+    def slide(self, window: int, sinks: int, layers: Sequence[int]) -> None:
+        """Let these layers hold no more than a window needs; a cache in use stays as it is.
+
+        Raises
+        ------
+        ValueError
+            If the cache belongs to an adapter with another window.
+        """
+        if self.span is None and self.get_seq_length() == 0:
+            self.span = Span(window, sinks)
+            for layer in layers:
+                self.layers[layer] = WindowLayer(self.span)
+        elif self.span and (self.span.window, self.span.sinks) != (window, sinks):
+            raise ValueError(
+                f"a cache of window {self.span.window} and {self.span.sinks} sinks, the adapter"
+                f" has {window} and {sinks}: use a cache of its own"
+            )
 
     def reset(self) -> None:
         """Forget all."""
         super().reset()
         self.memory.clear()
+        if self.span is not None:
+            self.span.reset()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Let each beam continue the row that it came from."""
@@ -70,7 +96,10 @@ class MemoryCache(DynamicCache):  # type: ignore[misc]  # transformers is untype
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row."""
         super().batch_repeat_interleave(repeats)
-        rows = len(next(iter(self.memory.values())).S_BHDD) if self.memory else 0
+        counts = [state.seen_B for state in self.memory.values()]
+        if self.span is not None and self.span.count_B is not None:
+            counts.append(self.span.count_B)
+        rows = len(counts[0]) if counts else 0
         self._pick(torch.arange(rows).repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -84,6 +113,8 @@ class MemoryCache(DynamicCache):  # type: ignore[misc]  # transformers is untype
         return False
 
     def _pick(self, rows: Tensor) -> None:
+        if self.span is not None:
+            self.span.pick(rows)
         for layer, state in self.memory.items():
             at = rows.to(state.S_BHDD.device)
             picked = (x[at] for x in (state.S_BHDD, state.tail_BTHD, state.seen_B))
