@@ -26,7 +26,7 @@ class AdapterClient(NumPyClient):
     ----------
     array_names : list of str
         Names of the arrays that came with a message, in the list's order; after
-        ``get_parameters``, the names of what it returned.
+        ``get_parameters`` and ``fit``, the names of what these returned.
     """
 
     def __init__(self) -> None:
@@ -86,6 +86,7 @@ def _unpack(client: NumPyClient, records: RecordDict) -> tuple[list[str], list[A
 def _fit(client: NumPyClient, records: RecordDict) -> RecordDict:
     names, arrays = _unpack(client, records)
     trained, examples, metrics = client.fit(arrays, border.config_of(records))
+    names = client.array_names if isinstance(client, AdapterClient) else names
     named = dict(zip(names, trained, strict=True))
     return border.content(named, metrics={border.WEIGHT: examples, **metrics})
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -18,7 +18,8 @@ from flwr.app import Context
 from flwr.common import NDArrays
 from numpy.typing import NDArray
 
-from fedloom import __version__, border
+from fedloom import __version__, border, seeds
+from fedloom.adapters.lora import narrow, redraw
 from fedloom.clients.bridge import AdapterClient
 from fedloom.clients.workbench import Workbench, device, visible_gpus, workbench
 from fedloom.config import RunConfig
@@ -94,17 +95,21 @@ class FedNLClient(AdapterClient):
         """Train on this client's rows for one round."""
         server_round = int(config["round"])
         bench, received = self._receive(parameters, config, scoring=False)
+        self._begin_round(bench, server_round)
         work = self._work(bench, config, server_round)
         trained = method_of(self.config).fit(work, received)
         arrays = {**bench.adapter.arrays(), **trained.beside}
-        own = {name: array for name, array in arrays.items() if name not in bench.manifest.arrays}
+        learnt = bench.adapter.parameters()
+        own = {name: arrays[name] for name in learnt if name not in bench.manifest.arrays}
         if own:
             work.home.keep(_ADAPTER, own, server_round)
         metrics = {key.replace("_", "-"): value for key, value in asdict(trained.report).items()}
         metrics |= {**trained.metrics, **_gate_metrics(bench), **self._place()}
         if config.get("last"):  # this very adapter is averaged next: the aggregation drop's base
             metrics |= _prefixed("local-", self._score(bench, bench.trunk))
-        return [arrays[name] for name in bench.manifest.arrays], metrics.pop("examples"), metrics
+        sent = bench.exchange.up(server_round, self.partition_id, arrays)
+        self.array_names = list(sent)
+        return list(sent.values()), metrics.pop("examples"), metrics
 
     def evaluate(
         self, parameters: NDArrays, config: dict[str, Any]
@@ -148,12 +153,12 @@ class FedNLClient(AdapterClient):
                 f" {bench.manifest.digest()[:16]} is this node's; use the same model, tokenizer,"
                 " recipe and fedloom version on every node"
             )
-        received = dict(zip(self.array_names, parameters, strict=True))
-        listed = bench.manifest.arrays
-        expected = without_controls(listed) if scoring else listed  # scores need no control
-        replace(bench.manifest, arrays=expected).check_arrays(received)
+        arrays = dict(zip(self.array_names, parameters, strict=True))
+        exchange = bench.exchange.without_controls() if scoring else bench.exchange
+        received = exchange.received(self.partition_id, arrays)
         bench.adapter.reset()
-        if self.config.share != "all":
+        self._narrow(bench)
+        if self.config.share != "all" or self.config.server.rule == "fedsa":
             kept = self._home(bench, config).find(_ADAPTER, int(config["round"]) + scoring)
             bench.adapter.load(kept or {})
         bench.adapter.load(without_controls(received))
@@ -161,6 +166,21 @@ class FedNLClient(AdapterClient):
 
     def _home(self, bench: Workbench, config: dict[str, Any]) -> Home:
         return Home(str(config.get("run", "")), self.partition_id, bench.manifest.digest())
+
+    def _narrow(self, bench: Workbench) -> None:
+        """Give LoRA this client's own rank and scale."""
+        lora = self.config.lora
+        if lora.own_ranks():
+            rank, scale = lora.rank_of(self.partition_id), lora.scale_of(self.partition_id)
+            narrow(bench.adapter.model, rank, scale)
+
+    def _begin_round(self, bench: Workbench, server_round: int) -> None:
+        """Hold what the rule does not train in this round, and start LoRA anew if it says so."""
+        bench.adapter.hold(bench.exchange.still(server_round))
+        if self.config.server.rule == "flora":
+            seed = seeds.split(self.config.seed, server_round, "lora")
+            redraw(bench.adapter.parameters(), seed)
+            self._narrow(bench)
 
     def _task(self, bench: Workbench, partition: int | None = None) -> Task:
         whose = self.partition_id if partition is None else partition

@@ -22,6 +22,7 @@ from fedloom.config import RunConfig
 from fedloom.local.methods import travelling
 from fedloom.models.base import Base, load_base
 from fedloom.models.trunk import Trunk
+from fedloom.rules.exchange import Exchange
 from fedloom.wire import Manifest
 
 
@@ -32,15 +33,19 @@ class Workbench:
     base: Base
     adapter: Adapter
     manifest: Manifest
-    """Of what travels, which ``share`` and ``local.method`` decide."""
+    """Of what travels, which ``share``, ``server.rule`` and ``local.method`` decide."""
+    exchange: Exchange
     trunk: Trunk | None = None
     """What the layers below the adapter made of rows, with ``train.keep-trunk``."""
 
     def start(self) -> dict[str, NDArray[Any]]:
-        """Go back to the adapter's start and return what of it travels, in the wire's order."""
+        """Go back to the adapter's start; return what of it travels and what is saved beside it."""
         self.adapter.reset()
-        arrays = travelling(self.adapter.config, self.adapter.arrays())
-        return {name: arrays[name] for name in self.manifest.arrays}
+        arrays = self.adapter.arrays()
+        arrays |= travelling(self.adapter.config, arrays)
+        return {
+            name: arrays[name] for name in sorted({**self.manifest.arrays, **self.manifest.kept})
+        }
 
 
 class _Held:
@@ -66,14 +71,19 @@ class _Held:
 def _build(config: RunConfig) -> Workbench:
     base = load_base(config.model.source, config.model.dtype, device(config))
     adapter = attach(base.model, config, base.tokenizer.encode(centring.TEXT))
+    arrays = adapter.arrays()
+    sent = travelling(config, arrays)
+    rest = {name: array for name, array in arrays.items() if name not in sent}
     manifest = Manifest.of(
-        travelling(config, adapter.arrays()),
+        sent,
+        # Otherwise LoRA is each client's own from the start.
+        kept=rest if config.share == "all" else None,
         method=config.method,
         version=__version__,
         base=base.base_hash,
         tokenizer=base.tokenizer_hash,
     )
-    return Workbench(base, adapter, manifest, _trunk(base, config))
+    return Workbench(base, adapter, manifest, Exchange(config, manifest), _trunk(base, config))
 
 
 def _trunk(base: Base, config: RunConfig) -> Trunk | None:

@@ -20,7 +20,7 @@ from safetensors.numpy import save
 from fedloom import __version__
 from fedloom.config import RunConfig
 from fedloom.flat import toml_lines
-from fedloom.rules import without_controls
+from fedloom.rules import is_side_array, without_controls
 from fedloom.wire import Manifest, arrays_digest
 
 _VERSIONS = ("flwr", "ray", "torch", "transformers", "peft", "numpy", "safetensors")
@@ -65,16 +65,18 @@ class RunFolder:
     def keep_adapter(self, arrays: dict[str, NDArray[Any]], manifest: Manifest, peft: str) -> str:
         """Write the adapter so that plain peft loads its LoRA; return the digest of all arrays.
 
-        peft's loader ignores the memory's arrays, which lie in a file of their own.
+        The memory's and the side adapter's arrays, which peft does not know, lie in files of their
+        own: ``adapters.side`` loads them.
         """
         digest = arrays_digest(without_controls(arrays))
         about = {"manifest": manifest.digest(), "base": manifest.base, "fedloom": __version__}
         own = without_controls(arrays)  # SCAFFOLD's controls are the server's, no adapter's
         lora = {name: array for name, array in own.items() if ".lora_" in name}
-        memory = {name: array for name, array in own.items() if name not in lora}
+        side = {name: array for name, array in own.items() if is_side_array(name)}
+        memory = {n: array for n, array in own.items() if n not in lora.keys() | side.keys()}
         folder = self.path / "adapter"
         folder.mkdir(exist_ok=True)
-        for file, part in (("adapter_model", lora), ("memory", memory)):
+        for file, part in (("adapter_model", lora), ("memory", memory), ("side", side)):
             if part:
                 data = save(part, metadata={**about, "format": "pt", "digest": digest})
                 _replace(folder / f"{file}.safetensors", data)

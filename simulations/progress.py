@@ -176,7 +176,7 @@ def plain_lines(event: Event, picture: Picture) -> list[str]:
             return [_node_line(node, picture) for node in picture.nodes]
         case "adapter":
             counts = f"{event.get('lora', 0):,} of LoRA, {event.get('memory', 0):,} of memory"
-            return [f"trainable: {counts}; {size(int(event.get('bytes', 0)))} each way"]
+            return [f"trainable: {counts}; {size(int(event.get('bytes', 0)))} up at most"]
         case "phase":
             return [f"{where}: {event.get('phase')}, {event.get('clients')} clients"]
         case "reply":
@@ -200,6 +200,8 @@ def round_facts(row: Event) -> list[str]:
     facts += [f"accuracy {row['accuracy']:.1%}"] if _has(row, "accuracy") else []
     facts += [f"{size(row['bytes-down'])} down"] if _has(row, "bytes-down") else []
     facts += [f"{size(row['bytes-up'])} up"] if _has(row, "bytes-up") else []
+    facts += [f"agg error {row['agg-error']:.2g}"] if _has(row, "agg-error") else []
+    facts += [f"cut off {row['truncation-error']:.2g}"] if _has(row, "truncation-error") else []
     facts += [duration(row["seconds"])] if _has(row) else []
     return facts + ([f"{row['failed']} failed"] if row.get("failed") else [])
 
@@ -241,14 +243,15 @@ def _node_table(picture: Picture) -> Table:
 
 
 def _round_table(picture: Picture) -> Table:
-    heads = ("round", "train loss", "gold CE", "accuracy", "down", "up", "time", "failed")
-    table = Table(*heads, box=None, pad_edge=False)
+    heads = ("round", "train loss", "gold CE", "accuracy", "agg error", "down", "up", "time")
+    table = Table(*heads, "failed", box=None, pad_edge=False)
     for row in picture.rounds[-ROUNDS_SHOWN:]:
         table.add_row(
             str(row.get("round")),
             f"{row['train-loss']:.3f}" if _has(row, "train-loss") else "",
             f"{row['gold-ce']:.3f}" if _has(row, "gold-ce") else "",
             f"{row['accuracy']:.1%}" if _has(row, "accuracy") else "",
+            f"{row['agg-error']:.2g}" if _has(row, "agg-error") else "",
             size(row["bytes-down"]) if _has(row, "bytes-down") else "",
             size(row["bytes-up"]) if _has(row, "bytes-up") else "",
             duration(row["seconds"]) if _has(row) else "",

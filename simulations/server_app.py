@@ -139,6 +139,6 @@ def _initial_adapter(
             journal.weigh(reply.content, server_round=0, direction="up", **where)
             said, arrays = border.config_of(reply.content), border.arrays_of(reply.content)
             manifest = Manifest.from_json(said["manifest"])
-            manifest.check_arrays(arrays)
+            manifest.check_start(arrays)
             return arrays, manifest, said["peft"]
     raise RuntimeError("no node could make the initial adapter")

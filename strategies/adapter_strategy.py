@@ -76,11 +76,20 @@ class AdapterStrategy(Strategy):
         self._asked: set[int] = set()
         self._sent: dict[str, NDArray[Any]] = {}
         self._train_loss: float | None = None
+        self.server_round = 0
         self.round_facts: dict[str, float] = {}  # for the round's event; ``fold`` may add to it
 
     @abstractmethod
     def fold(self, updates: Iterable[Update], sent: Arrays) -> dict[str, NDArray[Any]]:
         """Make one set of arrays of the replies, which stream in; ``sent`` is the round's start."""
+
+    def for_client(self, partition: int, state: ArrayRecord) -> ArrayRecord:
+        """Return what a client gets of the global state: all of it, or override."""
+        return state
+
+    def expected_reply(self, server_round: int, partition: int) -> Manifest:
+        """Return what a client's trained arrays are held against, or override."""
+        return self.manifest
 
     def train_config(self, server_round: int) -> dict[str, Scalar]:
         """Return what a client is told besides the arrays; override to add a method's own keys."""
@@ -130,6 +139,7 @@ class AdapterStrategy(Strategy):
     ) -> Iterable[Message]:
         """Send the adapter to the round's partitions."""
         self._grid, self._sent = grid, border.unpack_arrays(arrays)
+        self.server_round = server_round
         chosen = self.roster.sample(self.config.seed, server_round, self.config.sampling.fraction)
         told = {**config, **self.train_config(server_round)}
         if self.config.local.method == "pooled":  # one client with all rows takes all their steps
@@ -204,7 +214,8 @@ class AdapterStrategy(Strategy):
         self.journal.event("phase", round=server_round, phase=phase, clients=len(partitions))
         messages = []
         for partition in self.roster.by_work(partitions, "train" if kind == "train" else "test"):
-            records = border.content(arrays, config)
+            given = self.for_client(partition, arrays) if len(arrays) else arrays
+            records = border.content(given, config)
             self._weigh(records, server_round, phase, "down", partition)
             node = self.roster.nodes[partition]
             messages.append(Message(records, node, f"{kind}.{self.action}"))
@@ -214,7 +225,8 @@ class AdapterStrategy(Strategy):
         self, server_round: int, replies: Iterable[Message], rows: list[dict[str, Any]]
     ) -> Iterator[Update]:
         def read(partition: int, records: RecordDict) -> Update:
-            update = border.update_of(records, self.manifest, partition)
+            expected = self.expected_reply(server_round, partition)
+            update = border.update_of(records, expected, partition)
             metrics = border.checked_metrics(records, ("loss",))
             rows.append(self._row(server_round, "train", partition, metrics))
             return update

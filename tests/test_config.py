@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fedloom.config import RunConfig
+from fedloom.config import BASELINES, RunConfig
 from fedloom.errors import Refusal
 from fedloom.flat import toml_lines
 
@@ -74,6 +74,48 @@ def test_bad_value_is_refused_in_one_line(key, value, expected):
     with pytest.raises(Refusal, match=expected) as caught:
         RunConfig.from_flat({key: value})
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("rule", ["mean", "ffa", "rolora", "fedsa", "fedex"])
+def test_ranks_are_refused_by_rules_that_need_one(rule):
+    with pytest.raises(Refusal, match=r"take one of svd, flex, flora") as caught:
+        RunConfig().replaced(server__rule=rule, lora__ranks="8,4,2,4,8")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"lora__ranks": "8,4"}, "2 ranks for clients.count = 5"),
+        ({"lora__ranks": "8,4,2,four,8"}, "expected whole numbers"),
+        ({"lora__ranks": "8,4,2,9,8"}, "from 1 to lora.rank, 8 here"),
+        ({"lora__ranks": "8,4,2,0,8"}, "from 1 to lora.rank"),
+        ({"server__side_rank": 4}, "only flora and fedex"),
+        ({"server__side_rank": -1, "server__rule": "flora"}, "at least 0"),
+        ({"server__momentum": 0.9}, 'set server.rule = "mean"'),
+        ({"server__rule": "flora", "share": "memory"}, "nothing to do"),
+    ],
+)
+def test_keys_that_do_not_go_together_are_refused_in_one_line(changes, expected):
+    with pytest.raises(Refusal, match=expected) as caught:
+        RunConfig().replaced(**changes)
+    assert "\n" not in str(caught.value)
+
+
+def test_ranks_and_scales_by_partition():
+    lora = RunConfig().replaced(lora__ranks=" 8, 4,2,4,8 ").lora
+    assert [lora.rank_of(p) for p in range(5)] == [8, 4, 2, 4, 8]
+    assert [lora.scale_of(p) for p in range(3)] == [2.0, 4.0, 8.0]
+    with pytest.raises(Refusal, match="no rank for partition 5"):
+        lora.rank_of(5)
+
+
+def test_a_baseline_is_one_line_and_keeps_its_rule():
+    made = {name: RunConfig.from_flat({"baseline": name}) for name in BASELINES}
+    assert {c.server.rule for c in made.values()} >= {"mean", "ffa", "rolora", "fedsa", "flora"}
+    for name, config in made.items():
+        assert RunConfig.from_flat(config.flat()) == config
+        assert config.server.rule == BASELINES[name].get("server.rule", config.server.rule)
 
 
 def test_whole_number_is_a_float_too():

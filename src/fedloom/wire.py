@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from fedloom.errors import Refusal
 
 Arrays = Mapping[str, NDArray[Any]]
+Listing = dict[str, tuple[tuple[int, ...], str]]
+"""Name -> (shape, dtype)."""
 
 
 def _two_sum(a: NDArray[Any], b: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -95,16 +97,27 @@ class Manifest:
     """SHA-256 over the frozen weights."""
     tokenizer: str
     """SHA-256 over the tokenizer's files."""
-    arrays: dict[str, tuple[tuple[int, ...], str]]
+    arrays: Listing
     """Name -> (shape, dtype) in sorted order."""
+    kept: Listing = field(default_factory=dict)
+    """Arrays that stay on the nodes; the server gets their start once, to save a whole adapter."""
+    start: str = ""
+    """SHA-256 over the start of ``kept``: the same on every node."""
 
     @classmethod
     def of(
-        cls, arrays: Arrays, *, method: str, version: str, base: str, tokenizer: str
+        cls,
+        arrays: Arrays,
+        *,
+        method: str,
+        version: str,
+        base: str,
+        tokenizer: str,
+        kept: Arrays | None = None,
     ) -> Manifest:
-        """Describe ``arrays``."""
-        listed = {n: (tuple(a.shape), str(a.dtype)) for n, a in sorted(arrays.items())}
-        return cls(method, version, base, tokenizer, listed)
+        """Describe ``arrays``, and ``kept`` if some stay."""
+        start = arrays_digest(kept) if kept else ""
+        return cls(method, version, base, tokenizer, _listing(arrays), _listing(kept or {}), start)
 
     def to_json(self) -> str:
         """Write the manifest as one canonical line."""
@@ -121,8 +134,11 @@ class Manifest:
         """
         try:
             tree = json.loads(text)
-            arrays = {n: (tuple(map(int, s)), str(d)) for n, (s, d) in tree.pop("arrays").items()}
-            return cls(**tree, arrays=arrays)
+            arrays, kept = (
+                {n: (tuple(map(int, s)), str(d)) for n, (s, d) in tree.pop(part).items()}
+                for part in ("arrays", "kept")
+            )
+            return cls(**tree, arrays=arrays, kept=kept)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise Refusal(f"not an adapter manifest: {error}") from error
 
@@ -139,18 +155,29 @@ class Manifest:
 
     def check_arrays(self, arrays: Arrays) -> None:
         """Refuse arrays with other names, shapes or dtypes, or with a value that is not finite."""
-        self._check_listing({n: (tuple(a.shape), str(a.dtype)) for n, a in arrays.items()})
+        self._check_listing(_listing(arrays))
         for name, array in arrays.items():
             if not np.isfinite(array).all():
                 raise Refusal(f"array {name} holds a value that is not finite")
 
-    def _check_listing(self, listing: Mapping[str, tuple[tuple[int, ...], str]]) -> None:
+    def check_start(self, arrays: Arrays) -> None:
+        """Refuse a start that is not all of the adapter, or whose kept part is not the nodes'."""
+        replace(self, arrays={**self.arrays, **self.kept}).check_arrays(arrays)
+        kept = {name: arrays[name] for name in self.kept}
+        if kept and arrays_digest(kept) != self.start:
+            raise Refusal("the start of the arrays that stay is not the one in the manifest")
+
+    def _check_listing(self, listing: Listing) -> None:
         if odd := sorted(self.arrays.keys() ^ listing.keys()):
             side = "expected but did not come" if odd[0] in self.arrays else "not in the manifest"
             raise Refusal(f"array {odd[0]} ({len(odd)} in all): {side}")
         for name, came in listing.items():
             if came != self.arrays[name]:
                 raise Refusal(f"array {name}: {came} came, {self.arrays[name]} was expected")
+
+
+def _listing(arrays: Arrays) -> Listing:
+    return {n: (tuple(a.shape), str(a.dtype)) for n, a in sorted(arrays.items())}
 
 
 def arrays_digest(arrays: Arrays) -> str:

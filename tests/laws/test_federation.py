@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from flwr.clientapp import ClientApp
 from flwr.common.serde import recorddict_to_proto
@@ -16,6 +17,7 @@ from fedloom.clients.fednl import FedNLClient
 from fedloom.clients.workbench import workbench
 from fedloom.data.prompts import prompt
 from fedloom.data.questions import load_questions
+from fedloom.rules.contributions import A
 from fedloom.simulations import client_app
 from fedloom.simulations.inprocess import InProcessGrid, run_in_process
 from fedloom.tasks import Task, length
@@ -47,7 +49,7 @@ def test_sampling_depends_on_seed_and_round_alone(recipe):
 
 def test_one_client_is_central_training_step_for_step(recipe):
     """Against a loop of its own: plain AdamW, fresh each round, on the same batches."""
-    config = recipe(clients__count=1, rounds=3)
+    config = recipe(clients__count=1, rounds=3, server__rule="mean")  # svd would turn the factors
     run_in_process(config)
     bench = workbench(config)
     bench.adapter.reset()
@@ -114,23 +116,36 @@ def test_frozen_weights_are_bit_identical_after_a_run(recipe):
     assert all(torch.equal(after[name], array) for name, array in before.items())
 
 
-def test_messages_hold_the_manifests_arrays_and_nothing_else(recipe):
+@pytest.mark.parametrize("rule", ["svd", "fedex", "flora", "ffa", "rolora", "fedsa"])
+def test_messages_hold_the_manifests_arrays_and_nothing_else(recipe, rule):
     """Allow-list on the bytes: no memory state, no optimiser moments, no text, no token ids."""
-    config = recipe()
+    config = recipe(server__rule=rule)
     grid = recorded(config)
     manifest = workbench(config).manifest
+    modules = [name[: -len(A)] for name in manifest.arrays if name.endswith(A)]
+    side = {module + end for module in modules for end in (".side_A.weight", ".side_B.weight")}
+    seen = {True: set(), False: set()}
     texts = [word for q in load_questions(config.data.source) for word in (q.question, prompt(q))]
     for message in (*grid.sent, *grid.answered):
         content = message.content
+        upwards = message in grid.answered
         for record in content.array_records.values():
             named = border.unpack_arrays(record)
-            if named:  # a frozen evaluation carries none
-                manifest.check_arrays(named)
+            start = message.metadata.message_type == "query.initial_adapter"
+            seen[upwards] |= set() if start else named.keys()
+            own = {n: x for n, x in named.items() if not (n in side and not upwards)}
+            listing = {**manifest.arrays, **(manifest.kept if start else {})}
+            for name, array in own.items():
+                assert (array.shape, str(array.dtype)) == listing[name]
         for record in content.metric_records.values():
             assert {k.removeprefix("local-") for k in record} <= METRICS_THAT_MAY_LEAVE
             assert all(isinstance(value, int | float) for value in record.values())
         wire = recorddict_to_proto(content).SerializeToString()
         assert not any(text.encode() in wire for text in texts)
+    assert seen[True] == manifest.arrays.keys()
+    hidden = {name for name in manifest.arrays if ".lora_" in name and rule == "flora"}
+    with_side = side if rule in ("fedex", "flora") else set()
+    assert seen[False] == (manifest.arrays.keys() - hidden) | with_side
     assert all(
         set(m.content.config_records) == set()
         for m in grid.answered

@@ -58,7 +58,7 @@ def test_arrays_keep_their_dtype_and_the_server_its_digits():
 def test_no_server_optimiser_is_the_mean_itself():
     averaged = {"x": np.float32([0.1, 0.2])}
     assert ServerStep(ServerConfig()).step({"x": np.zeros(2, np.float32)}, averaged) is averaged
-    half = ServerStep(ServerConfig(learning_rate=0.5))
+    half = ServerStep(ServerConfig(rule="mean", learning_rate=0.5))
     for _ in range(2):  # no momentum: each step stands alone
         made = half.step({"x": np.zeros(2, np.float32)}, averaged)
         np.testing.assert_allclose(made["x"], [0.05, 0.1], rtol=1e-6)

@@ -40,6 +40,8 @@ ROUND = {
     "train-loss": 1.52,
     "gold-ce": 1.61,
     "accuracy": 0.275,
+    "agg-error": 0.01234,
+    "truncation-error": 2.5e-9,
     "bytes-down": 123,
     "bytes-up": 4_560_000,
     "seconds": 40.0,
@@ -109,7 +111,7 @@ def test_plain_output_has_one_line_an_event_and_the_first_traceback_once(tmp_pat
         "ValueError: [bold]no[/bold]",
         (
             "round 1/4: train loss 1.520, gold CE 1.610, accuracy 27.5%, 123 B down, 4.6 MB up,"
-            " 40.0 s, 1 failed, 2 min 0 s left"
+            " agg error 0.012, cut off 2.5e-09, 40.0 s, 1 failed, 2 min 0 s left"
         ),
         "round 2/4: client 1 Medicine failed in train: ValueError: [bold]no[/bold]",
     ]

@@ -33,8 +33,10 @@ from fedloom.adapters.memory import (
     unit_rms,
 )
 from fedloom.adapters.sequences import Layout, layout
+from fedloom.adapters.side import SideAdapter
 from fedloom.config import RunConfig
 from fedloom.errors import Refusal
+from fedloom.rules import is_side_array
 
 _PASS = "fedloom_pass"  # keyword that carries a pass from the decoder to its attention layers
 
@@ -211,7 +213,10 @@ class Adapter:
             self._centre(base, sample)
         if config.train.checkpoint_layers:
             base.activation_checkpointing_enable({"use_reentrant": False})
-        self._start = {name: x.detach().clone() for name, x in self._trainable().items()}
+        self.side = SideAdapter(self.model)
+        self._own = self._trainable()
+        self._still = ""
+        self._start = {name: x.detach().clone() for name, x in self._own.items()}
 
     def _graft(self, base: PreTrainedModel, layers: list[int]) -> None:
         decoder = base.get_decoder()
@@ -295,25 +300,36 @@ class Adapter:
 
     def _trainable(self) -> dict[str, nn.Parameter]:
         named = self.model.named_parameters()
-        return {checkpoint_name(n): p for n, p in named if p.requires_grad}
+        return dict(sorted((checkpoint_name(n), p) for n, p in named if p.requires_grad))
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Trainable parameters by the name they have on the wire and in a peft checkpoint."""
-        return dict(sorted(self._trainable().items()))
+        still = self._still
+        return {n: p for n, p in self._own.items() if not (still and n.endswith(still))}
+
+    def hold(self, still: str) -> None:
+        """Do not train parameters whose name ends so, for now; an empty ending trains all."""
+        self._still = still
+        trained = self.parameters()
+        for name, parameter in self._own.items():
+            parameter.requires_grad_(name in trained)
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """Copy the trainable parameters out, in sorted order."""
-        return {n: p.detach().cpu().numpy().copy() for n, p in self.parameters().items()}
+        """Copy LoRA and memory out, in sorted order, also what is held still."""
+        return {n: p.detach().cpu().numpy().copy() for n, p in self._own.items()}
 
     def load(self, arrays: dict[str, NDArray[Any]]) -> None:
-        """Set trainable parameters; those that are not named keep their value.
+        """Set parameters, and the side adapter if it came; what is not named keeps its value.
 
         Raises
         ------
         Refusal
             For a name that is not trainable here, or a shape that differs.
         """
-        own = self.parameters()
+        if side := {name: array for name, array in arrays.items() if is_side_array(name)}:
+            self.side.load(side)
+            arrays = {name: array for name, array in arrays.items() if name not in side}
+        own = self._own
         with torch.no_grad():
             for name, array in arrays.items():
                 if name not in own:
@@ -325,9 +341,10 @@ class Adapter:
                 own[name].copy_(torch.from_numpy(np.ascontiguousarray(array)))
 
     def reset(self) -> None:
-        """Go back to the start: LoRA's B = 0, gates at their first value."""
+        """Go back to the start: LoRA's B = 0, gates at their first value, no side adapter."""
+        self.side.clear()
         with torch.no_grad():
-            for name, parameter in self._trainable().items():
+            for name, parameter in self._own.items():
                 parameter.copy_(self._start[name])
 
     @contextmanager
@@ -349,6 +366,7 @@ class Adapter:
 
     def detach(self) -> PreTrainedModel:
         """Take everything off and return the model as it was."""
+        self.side.clear()
         for handle in self._handles:
             handle.remove()
         for attention in self._grafted:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Mapping
 
 import peft
 import torch
@@ -64,6 +65,35 @@ def _uniform_start(parameter: torch.Tensor, seed: int, name: str) -> torch.Tenso
     bound = 1 / math.sqrt(parameter.shape[1])  # Kaiming with a = sqrt(5), peft's own choice
     drawn = seeds.generator(seed, "lora", name).uniform(-bound, bound, tuple(parameter.shape))
     return torch.from_numpy(drawn).to(parameter)
+
+
+def redraw(parameters: Mapping[str, nn.Parameter], seed: int) -> None:
+    """Start LoRA anew in place, with another A than the run's first: ``B = 0`` leaves the model."""
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            if ".lora_A." in name:
+                parameter.copy_(_uniform_start(parameter, seed, name))
+            elif ".lora_B." in name:
+                parameter.zero_()
+
+
+def narrow(model: nn.Module, rank: int, scale: float) -> None:
+    """Leave LoRA ``rank`` directions and multiply its product by ``scale``.
+
+    The other rows of A and columns of B become zero.  Then both their gradients are zero, and no
+    optimiser step moves them: what is trained is an adapter of that rank, on tensors whose shapes
+    are the same for every client of the process.
+    """
+    for module in model.modules():
+        if isinstance(module, peft.tuners.lora.LoraLayer):
+            for name in module.scaling:
+                module.scaling[name] = scale
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_A." in name:
+                parameter[rank:] = 0
+            elif ".lora_B." in name:
+                parameter[:, rank:] = 0
 
 
 def checkpoint_name(name: str) -> str:

@@ -14,6 +14,9 @@ class LoraConfig:
     """Low-rank adapters, hung by peft."""
 
     rank: int = 8
+    ranks: str = ""
+    """Each client's own rank, by partition: ``"8,4,2,4,8"``; empty is ``rank`` for all. None above
+    ``rank``, which the global adapter keeps; the scale of a client is alpha over its own."""
     alpha: float = 16.0
     dropout: float = 0.0
     targets: str = "q,k,v"
@@ -30,6 +33,31 @@ class LoraConfig:
             raise Refusal(f"lora.dropout = {self.dropout}: expected at least 0 and below 1")
         if not self.alpha > 0:
             raise Refusal(f"lora.alpha = {self.alpha}: expected a positive number")
+        if not all(1 <= rank <= self.rank for rank in self.own_ranks()):
+            raise Refusal(
+                f'lora.ranks = "{self.ranks}": expected ranks from 1 to lora.rank, {self.rank} here'
+            )
+
+    def own_ranks(self) -> list[int]:
+        """Return the ranks by partition; empty if all have one."""
+        try:
+            return [int(word) for word in self.ranks.split(",")] if self.ranks.strip() else []
+        except ValueError:
+            raise Refusal(
+                f'lora.ranks = "{self.ranks}": expected whole numbers by partition, for example'
+                ' "8,4,2,4,8"'
+            ) from None
+
+    def rank_of(self, partition: int) -> int:
+        """Return the rank that a client trains."""
+        own = self.own_ranks()
+        if own and partition >= len(own):
+            raise Refusal(f'lora.ranks = "{self.ranks}": no rank for partition {partition}')
+        return own[partition] if own else self.rank
+
+    def scale_of(self, partition: int) -> float:
+        """Return ``s_k``: what a client multiplies ``B_k A_k`` by."""
+        return self.alpha / self.rank_of(partition)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,5 +31,11 @@ BASELINES: dict[str, dict[str, Scalar]] = {
     "ditto": {**_AVERAGED, "local.method": "ditto"},
     "fedala": {**_AVERAGED, "local.method": "fedala"},
     "fedssi": {**_AVERAGED, "local.method": "fedssi"},
+    "ffa-lora": {**_AVERAGED, "server.rule": "ffa"},
+    "rolora": {**_AVERAGED, "server.rule": "rolora"},
+    "fedsa-lora": {**_AVERAGED, "server.rule": "fedsa"},
+    "flora": {**_AVERAGED, "server.rule": "flora"},
+    "fedex-lora": {**_AVERAGED, "server.rule": "fedex"},
+    "flexlora": {**_AVERAGED, "server.rule": "flex"},
 }
 """Name -> the keys it sets."""

@@ -8,6 +8,12 @@ from dataclasses import dataclass
 from fedloom.config.checks import at_least, one_of
 from fedloom.errors import Refusal
 
+RULES = ("svd", "flex", "flora", "fedex", "ffa", "rolora", "fedsa", "mean")
+OF_ANY_RANKS = ("svd", "flex", "flora")
+"""Rules under which clients may train adapters of different ranks."""
+WITH_SIDE = ("flora", "fedex")
+"""Rules that send what the adapter itself cannot hold as a side adapter."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
@@ -66,9 +72,14 @@ class EvaluationConfig:
 class ServerConfig:
     """How the server makes one adapter of the replies."""
 
-    rule: str = "mean"
-    """``mean`` averages LoRA's factors (FedNL eq. 6); ``svd`` takes the adapter of this rank that
-    is nearest to the mean of their products. Gates and taps are averaged either way."""
+    rule: str = "svd"
+    """What becomes of LoRA: ``svd`` takes the adapter of this rank that is nearest to the mean of
+    products, ``flex`` (FlexLoRA) is the same for clients of their own ranks, ``flora`` and
+    ``fedex`` are exact and send a side adapter along, ``ffa`` freezes A, ``rolora`` trains B and A
+    by turns, ``fedsa`` leaves B with its client, ``mean`` averages the factors apart (FedNL eq. 6).
+    Gates and taps are averaged under every rule."""
+    side_rank: int = 0
+    """Cut the side adapter of ``flora`` and ``fedex`` to this rank after each round; 0 is exact."""
     optimizer: str = "none"
     """What takes the server's step: ``none`` goes to the mean, ``adam`` is FedAdam
     (arXiv 2003.00295)."""
@@ -83,7 +94,7 @@ class ServerConfig:
     """How far the server goes along its step; 1 without an optimiser is the mean itself."""
 
     def __post_init__(self) -> None:
-        one_of("server.rule", self.rule, ("mean", "svd"))
+        one_of("server.rule", self.rule, RULES)
         one_of("server.optimizer", self.optimizer, ("none", "adam"))
         for key, value in (("momentum", self.momentum), ("second-momentum", self.second_momentum)):
             if not 0 <= value < 1:
@@ -94,7 +105,13 @@ class ServerConfig:
         if self.rule != "mean" and (name := self._stepping()):
             raise Refusal(
                 f'{name} with server.rule = "{self.rule}": steps between factors of different'
-                " gauges mean nothing; set one of the two to its default"
+                ' gauges mean nothing; set server.rule = "mean" or leave the other out'
+            )
+        at_least("server.side-rank", self.side_rank, 0)
+        if self.side_rank and self.rule not in WITH_SIDE:
+            raise Refusal(
+                f'server.side-rank = {self.side_rank} with server.rule = "{self.rule}": only'
+                f" {' and '.join(WITH_SIDE)} have a side adapter"
             )
 
     def _stepping(self) -> str:

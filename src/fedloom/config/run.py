@@ -17,7 +17,7 @@ from typing import Any, cast, get_type_hints
 from fedloom.config.adapter import LoraConfig, MemoryConfig
 from fedloom.config.baselines import BASELINES
 from fedloom.config.checks import at_least, one_of
-from fedloom.config.learning import EvaluationConfig, ServerConfig, TrainConfig
+from fedloom.config.learning import OF_ANY_RANKS, EvaluationConfig, ServerConfig, TrainConfig
 from fedloom.config.local import LocalConfig
 from fedloom.config.machine import ClientsConfig, SamplingConfig
 from fedloom.config.material import DataConfig, ModelConfig, NiahConfig
@@ -82,6 +82,7 @@ class RunConfig:
                 " and choose the lengths by niah.train-tokens-max and niah.test-tokens"
             )
         self._check_share()
+        self._check_ranks()
         self._check_trunk()
         self.local.check_with(self.share, self.server.rule)
         self._check_nodes()
@@ -102,11 +103,32 @@ class RunConfig:
                 ' memory.gate = "vector" or lora.frozen = false'
             )
 
+        if self.share == "memory" and self.server.rule not in ("mean", "svd"):
+            raise Refusal(
+                f'share = "memory" with server.rule = "{self.server.rule}": LoRA stays at home and'
+                ' the rule has nothing to do; leave server.rule out or set share = "all"'
+            )
+
     def _check_trunk(self) -> None:
         if self.train.keep_trunk and not self.last_layers:
             raise Refusal(
                 f"train.keep-trunk = {self.train.keep_trunk} with last-layers = 0: every layer is"
                 " adapted and nothing lies below; set last-layers or train.keep-trunk = 0"
+            )
+
+    def _check_ranks(self) -> None:
+        own, rule = self.lora.own_ranks(), self.server.rule
+        if not own:
+            return
+        if rule not in OF_ANY_RANKS:
+            raise Refusal(
+                f'lora.ranks = "{self.lora.ranks}" with server.rule = "{rule}": this rule needs one'
+                f" rank; leave lora.ranks out or take one of {', '.join(OF_ANY_RANKS)}"
+            )
+        if len(own) != self.clients.count:
+            raise Refusal(
+                f'lora.ranks = "{self.lora.ranks}": {len(own)} ranks for clients.count ='
+                f" {self.clients.count}; expected one a client, in the order of partitions"
             )
 
     def _check_nodes(self) -> None:

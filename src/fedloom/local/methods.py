@@ -14,6 +14,7 @@ from fedloom.local.personal import Ditto, FineTune
 from fedloom.local.scaffold import Scaffold
 from fedloom.local.ssi import FedSSI
 from fedloom.local.work import Plain
+from fedloom.rules.exchange import travels
 from fedloom.wire import Arrays
 
 METHODS: dict[str, type[Plain]] = {
@@ -35,9 +36,11 @@ def method_of(config: RunConfig) -> Plain:
 
 def travelling(config: RunConfig, arrays: Arrays) -> dict[str, NDArray[Any]]:
     """Return what is sent of an adapter that holds ``arrays``, and what starts beside it."""
-    sent = {name: array for name, array in arrays.items() if _is_shared(config.share, name)}
+    sent = {n: array for n, array in arrays.items() if _is_shared(config, n)}
     return {**sent, **method_of(config).beside(sent)}
 
 
-def _is_shared(share: str, name: str) -> bool:
-    return share == "all" or (share == "memory" and is_memory_array(name))
+def _is_shared(config: RunConfig, name: str) -> bool:
+    if config.share == "memory":
+        return is_memory_array(name)
+    return config.share == "all" and travels(config, name)

@@ -11,6 +11,8 @@ from fedloom.rules.controls import ControlSum as ControlSum
 from fedloom.rules.controls import control_names as control_names
 from fedloom.rules.controls import only_controls as only_controls
 from fedloom.rules.controls import without_controls as without_controls
+from fedloom.rules.exchange import Exchange as Exchange
+from fedloom.rules.exchange import is_side_array as is_side_array
 from fedloom.rules.factors import Factors as Factors
 from fedloom.rules.factors import Spectrum as Spectrum
 from fedloom.rules.low_rank import Aggregate as Aggregate

@@ -117,17 +117,19 @@ class Spectrum:
         """Frobenius norm of what no matrix of rank ``rank`` can hold (Eckart and Young)."""
         return float(np.linalg.norm(self.values[rank:]))
 
-    def pair(self, rank: int, scale: float) -> Factors:
+    def pair(self, rank: int, scale: float, row_norm: float = 0.0) -> Factors:
         """Return the best factors of rank ``rank``: ``scale * b @ a`` is the truncated matrix.
 
-        Both sides take the square root of the singular values. Directions beyond the matrix's own
-        rank are zero on both sides.
+        Both sides take the square root of the singular values, or ``a`` has rows of norm
+        ``row_norm`` and ``b`` takes the rest. Directions beyond the matrix's own rank are zero on
+        both sides.
         """
         used = min(rank, self.rank)
-        root = np.sqrt(self.values[:used] / scale)
+        values = self.values[:used] / scale
+        rows = np.full(used, row_norm) if row_norm else np.sqrt(values)
         b, a = np.zeros((len(self.left), rank)), np.zeros((rank, self.right.shape[1]))
-        b[:, :used] = self.left[:, :used] * root
-        a[:used] = root[:, None] * self.right[:used]
+        b[:, :used] = self.left[:, :used] * (values / rows)
+        a[:used] = rows[:, None] * self.right[:used]
         return Factors(b, a)
 
     def distance(self, pair: Factors) -> float:

@@ -132,12 +132,14 @@ def svd_refactor(
     scale: float,
     *,
     fill: Arrays | None = None,
+    row_norm: float = 0.0,
     compress: bool = False,
 ) -> tuple[Aggregate, Truncation]:
     """Return the adapter of rank ``rank`` nearest to ``D`` in Frobenius norm.
 
-    ``B = U S^(1/2) / scale^(1/2)`` and ``A = S^(1/2) V^T / scale^(1/2)``. The factors are in a
-    gauge of their own: optimiser moments of the old ones mean nothing for them.
+    ``B = U S^(1/2) / scale^(1/2)`` and ``A = S^(1/2) V^T / scale^(1/2)``, or with ``row_norm = c``
+    ``A = c V^T`` and ``B = U S / (c scale)``. The factors are in a gauge of their own: optimiser
+    moments of the old ones mean nothing for them.
 
     Parameters
     ----------
@@ -149,10 +151,15 @@ def svd_refactor(
         Rows of A, by name, for directions that ``D`` does not use (the initial adapter's, say).
         Their columns of B stay zero, so the product is the same; without it both are zero and no
         gradient ever leaves that point.
+    row_norm
+        Of A's rows. An optimiser that moves every entry by about its rate, as Adam does, moves the
+        product by that times the size of the other factor; early on, when ``D`` is small, A halved
+        in size would halve the pace that it started with.
     compress
         Bound the width of the stack; see the module's text.
     """
-    return _refactored(gather(contributions, compress), [(rank, scale)], fill)[rank, scale]
+    round_ = gather(contributions, compress)
+    return _refactored(round_, [(rank, scale)], fill, row_norm)[rank, scale]
 
 
 def flex(
@@ -268,7 +275,7 @@ def fedsa(contributions: Iterable[LowRankUpdate], scale: float) -> Aggregate:
 
 
 def _refactored(
-    round_: Round, sizes: list[tuple[int, float]], fill: Arrays | None
+    round_: Round, sizes: list[tuple[int, float]], fill: Arrays | None, row_norm: float = 0.0
 ) -> dict[tuple[int, float], tuple[Aggregate, Truncation]]:
     """Cut every projection to every size, with one SVD each."""
     if bad := [size for size in sizes if not (size[0] >= 1 and size[1] > 0)]:
@@ -278,7 +285,7 @@ def _refactored(
     for module, product in round_.products():
         spectrum = product.spectrum()
         for rank, scale in sizes:
-            named = round_.named(module, spectrum.pair(rank, scale))
+            named = round_.named(module, spectrum.pair(rank, scale, row_norm))
             if fill is not None:
                 _fill(named[module + A], fill[module + A], spectrum.rank)
             made = Factors(named[module + B], named[module + A]).times(scale)
