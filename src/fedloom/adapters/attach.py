@@ -4,14 +4,14 @@
 Nothing of the LLM is replaced.  LoRA is peft's; the memory is a submodule of each attention layer
 and a set of PyTorch hooks: projections are tapped for raw queries, keys and values, and the
 layer's output is mixed with what the memory read, through the layer's own output projection.
-Tested on Hugging Face's Llama, Qwen2 and Qwen3 attention.
+Tested on Hugging Face's Llama, Qwen2, Qwen3 and Gemma3 attention; Mamba takes LoRA alone.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any, cast
 
 import numpy as np
@@ -19,18 +19,20 @@ import peft
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
-from transformers import Cache, PreTrainedModel
+from transformers import PreTrainedModel
 
-from fedloom.adapters.caches import in_sight
 from fedloom.adapters.centring import mean_projections
-from fedloom.adapters.lora import checkpoint_name, hang_lora, peft_config
+from fedloom.adapters.graft import PASS, GraftedMemory, Pass, Switch, places
+from fedloom.adapters.lora import (
+    checkpoint_name,
+    hang_lora,
+    is_mamba,
+    peft_config,
+    without_fused_kernel,
+)
 from fedloom.adapters.memory import (
-    DeltaMemory,
     MemoryCache,
-    MemoryGate,
-    match_rms,
-    unit_rms,
+    chosen_kernel,
 )
 from fedloom.adapters.sequences import Layout, layout
 from fedloom.adapters.side import SideAdapter
@@ -38,154 +40,7 @@ from fedloom.config import RunConfig
 from fedloom.errors import Refusal
 from fedloom.rules import is_side_array
 
-_PASS = "fedloom_pass"  # keyword that carries a pass from the decoder to its attention layers
-
-
-@dataclass
-class _Pass:
-    """What the layers of one forward pass share.
-
-    It travels in the layers' keyword arguments, so that a layer that is recomputed in the backward
-    pass (activation checkpointing) meets the pass it belonged to, not the latest one.
-    """
-
-    layout: Layout | None
-    place_BK: Tensor | None = None
-    """Index of each key's token in its own sequence; ``None`` where that is its index."""
-    held: Tensor | None = None
-    """Who sees whom where the cache holds no more than the window, [B, 1, Q, K]."""
-    windows: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-
-
-@dataclass
-class _Switch:
-    """Whether the memory takes part; the adapter turns it, all its layers look at it."""
-
-    on: bool = True
-
-
-class GraftedMemory(nn.Module):
-    """The memory and gate of one attention layer, and the hooks that tie them in."""
-
-    def __init__(self, attention: nn.Module, config: RunConfig, switch: _Switch) -> None:
-        super().__init__()
-        model_config = cast(Any, attention.config)
-        if config.memory.window and getattr(attention, "sliding_window", None):
-            raise Refusal(
-                f"memory.window = {config.memory.window} on a model whose layers slide a window of"
-                " their own: use memory.window = 0"
-            )
-        dim = cast(int, attention.head_dim)
-        heads = model_config.num_key_value_heads
-        groups = model_config.num_attention_heads // heads
-        self.delta = DeltaMemory(config.memory, heads=heads, groups=groups, dim=dim)
-        self.gate = MemoryGate(config.memory, width=model_config.hidden_size)
-        self._match_rms, self._window = config.memory.match_rms, config.memory.window
-        self._sinks = config.memory.sinks
-        self._truncate = config.train.truncate_chunks
-        self._index, self._switch = cast(int, attention.layer_idx), switch
-        self._taps: dict[str, Tensor] = {}
-        self._call: dict[str, Any] = {}
-
-    def hook(self, attention: nn.Module) -> list[RemovableHandle]:
-        """Tie in; the handles undo it."""
-        handles = [
-            attention.register_forward_pre_hook(self._before, with_kwargs=True),
-            attention.register_forward_hook(self._after),
-        ]
-        for name in ("q", "k", "v"):
-            projection = attention.get_submodule(f"{name}_proj")
-            handles.append(projection.register_forward_hook(self._tap(name)))
-        return handles
-
-    def _tap(self, name: str) -> Any:
-        def keep(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
-            self._taps[name] = output
-
-        return keep
-
-    def _before(self, _module: nn.Module, inputs: Any, kwargs: dict[str, Any]) -> Any:
-        """Note what the layer was given and narrow its attention to the window."""
-        kwargs = dict(kwargs)
-        shared = kwargs.pop(_PASS, None) or _Pass(None)  # the model need not know the keyword
-        if not self._switch.on:
-            return inputs, kwargs
-        cache = kwargs.get("cache", kwargs.get("past_key_values"))
-        x = kwargs["hidden_states"] if "hidden_states" in kwargs else inputs[0]
-        past = cache.get_seq_length(self._index) if cache is not None else 0
-        self._call = {"x": x, "cache": cache, "past": past, "layout": shared.layout}
-        if self._window:
-            kwargs["attention_mask"] = self._windowed(kwargs.get("attention_mask"), x, past, shared)
-        return inputs, kwargs
-
-    def _windowed(self, mask: Tensor | None, x: Tensor, past: int, shared: _Pass) -> Tensor:
-        queries = x.shape[1]
-        if shared.held is not None:  # what transformers' mask says is in it
-            eager = mask is not None and mask.dtype != torch.bool
-            return _additive(shared.held, x.dtype) if eager else shared.held
-        keys = mask.shape[-1] if mask is not None else past + queries
-        seen = shared.windows.get((queries, keys))
-        if seen is None:
-            place = torch.arange(keys, device=x.device)[None]
-            if shared.place_BK is not None:
-                place = shared.place_BK[:, :keys]
-            at = place[:, past : past + queries]
-            seen = in_sight(at, place, self._window, self._sinks)[:, None]
-            shared.windows[queries, keys] = seen
-        if mask is None:
-            return seen
-        if mask.dtype == torch.bool:
-            return mask & seen
-        narrowed: Tensor = mask.masked_fill(~seen, torch.finfo(mask.dtype).min)
-        return narrowed
-
-    def _after(self, attention: nn.Module, _inputs: Any, output: Any) -> Any:
-        """Mix the softmax branch with what the memory read."""
-        if not self._switch.on:
-            return None
-        base, *rest = output
-        call, self._call = self._call, {}
-        q, k, v = (self._taps.pop(name) for name in ("q", "k", "v"))
-        if self.gate.kind == "shut":
-            return None
-        read = self._read(q, k, v, call["cache"], call["past"], call["layout"])
-        o_proj = attention.get_submodule("o_proj")
-        memory = o_proj(unit_rms(read).to(base.dtype))
-        wide = torch.promote_types(base.dtype, torch.float32)
-        memory, softmax = memory.to(wide), base.to(wide)
-        if self._match_rms:
-            memory = match_rms(memory, softmax)
-        # At alpha = 0, lerp adds 0 * (memory - softmax): the LLM's own output to the bit.
-        mixed = torch.lerp(softmax, memory, self.gate(call["x"]).to(wide))
-        return (mixed.to(base.dtype), *rest)
-
-    def _read(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cache: Cache | None,
-        past: int,
-        rows: Layout | None,
-    ) -> Tensor:
-        state = cache.memory.get(self._index) if isinstance(cache, MemoryCache) else None
-        if past and state is None:
-            raise ValueError(
-                f"layer {self._index} continues a sequence ({past} tokens) without its memory:"
-                " pass cache=MemoryCache(model.config) from the first token on"
-            )
-        read: Tensor
-        if rows is None:
-            read, state = self.delta(q, k, v, state, truncate_chunks=self._truncate)
-        else:
-            if isinstance(cache, MemoryCache) and not rows.one_a_row:
-                raise ValueError("a row of several documents has no one memory to carry on")
-            q, k, v = (rows.gather(each) for each in (q, k, v))
-            read, state = self.delta(q, k, v, state, rows.real_NL, self._truncate)
-            read = rows.scatter(read)
-        if isinstance(cache, MemoryCache):
-            cache.memory[self._index] = state
-        return read
+log = logging.getLogger(__name__)
 
 
 class Adapter:
@@ -202,10 +57,14 @@ class Adapter:
     ) -> None:
         self.config = config
         layers = _layers(base, config.last_layers)
-        self.peft_config = peft_config(config.lora, layers)
-        self.model: peft.PeftModel = hang_lora(base, config.lora, layers=layers, seed=seed)
-        self._switch = _Switch()
-        self._handles: list[RemovableHandle] = []
+        self.peft_config = peft_config(config.lora, base, layers)
+        if config.memory.enabled:  # refused before anything hangs on a model that others share
+            _check_memory(base, config)
+        self.model: peft.PeftModel = hang_lora(base, self.peft_config, seed=seed)
+        if config.lora.frozen:
+            self.model.requires_grad_(False)
+        self._switch = Switch()
+        self._handles = without_fused_kernel(base) if is_mamba(base) else []
         self._attentions: list[nn.Module] = []  # those with a memory
         self._grafted: list[nn.Module] = []  # and those below that only keep to the window
         if config.memory.enabled:
@@ -269,8 +128,10 @@ class Adapter:
         used = None if mask is None else mask[:, -tokens:]
         found = layout(rows, used, kwargs.get("position_ids"))
         held = self._held(kwargs.get("cache", kwargs.get("past_key_values")), ids, used, found)
-        places = _places(mask, found) if held is None else None
-        return inputs, {**kwargs, _PASS: _Pass(found, places, held)}
+        # Constant work a token, unless some layers slide windows of their own and still look.
+        looked = held is None or any(_graft_of(a).slides for a in self._grafted)
+        where = places(mask, found) if looked else None
+        return inputs, {**kwargs, PASS: Pass(found, where, held)}
 
     def narrow(self, cache: MemoryCache) -> None:
         """Let an empty cache hold no more than ``memory.window`` needs; the first pass does so too.
@@ -279,7 +140,8 @@ class Adapter:
         """
         memory = self.config.memory
         if memory.window and self._grafted and self._switch.on:
-            layers = [cast(int, attention.layer_idx) for attention in self._grafted]
+            grafts = ((a, _graft_of(a)) for a in self._grafted)
+            layers = [cast(int, a.layer_idx) for a, graft in grafts if not graft.slides]
             cache.slide(memory.window, memory.sinks, layers)
 
     def _held(self, cache: Any, ids: Any, used: Tensor | None, rows: Layout | None) -> Any:
@@ -376,19 +238,16 @@ class Adapter:
         return cast(PreTrainedModel, self.model.unload())
 
 
-def _additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """Write a mask as what eager attention adds to its scores."""
-    zeros = torch.zeros_like(seen, dtype=dtype)
-    return zeros.masked_fill(~seen, torch.finfo(dtype).min)
-
-
-def _places(mask: Tensor | None, rows: Layout | None) -> Tensor | None:
-    """Return each key's index in its own sequence, [B, K], -1 for padding."""
-    if rows is not None and not rows.one_a_row:
-        return torch.where(rows.used_BT, rows.back_BT % rows.take_NL.shape[1], -1)
-    if mask is None:
-        return None
-    return torch.where(mask.bool(), mask.long().cumsum(1) - 1, -1)
+def _check_memory(base: PreTrainedModel, config: RunConfig) -> None:
+    layer = cast(Any, base.get_decoder()).layers[0]
+    if not hasattr(layer, "self_attn"):
+        raise Refusal(
+            f"memory.enabled = true on a {base.config.model_type} model, which has no attention to"
+            " put a memory beside: set memory.enabled = false"
+        )
+    raw, dim = next(layer.self_attn.parameters()), layer.self_attn.head_dim
+    kernel = chosen_kernel(config.memory, raw, dim, config.train.truncate_chunks)
+    log.info("the memory runs on the %s kernel", kernel)
 
 
 def _graft_of(attention: nn.Module) -> GraftedMemory:

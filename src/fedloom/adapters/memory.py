@@ -26,6 +26,7 @@ from transformers import DynamicCache, PreTrainedConfig
 from fedloom.adapters.caches import Span, WindowLayer
 from fedloom.config import MemoryConfig
 from fedloom.ops.delta_rule import delta_rule
+from fedloom.ops.kernels import SHORT, choose, fla_installed
 
 _EPS = 1e-6
 _POOLED = 3  # raw keys that the step size looks at
@@ -189,18 +190,21 @@ class DeltaMemory(nn.Module):
         seen = torch.zeros_like(tokens) if state is None else state.seen_B
         reading = self._features(self._less(q_BTHGD, "centre_q"))
         writing = self._features(self._less(self._keys(window), "centre_k"))
-        inputs = (reading, writing, v_BTHD, beta)
+        kernel = chosen_kernel(self.config, q, self.dim, truncate_chunks, q.shape[1])
+        narrow = q.dtype if kernel == "fla" else compute
+        inputs = tuple(x.to(narrow) for x in (reading, writing, v_BTHD, beta))
         S = None if state is None else state.S_BHDD
-        out, S = self._run(inputs, S, seen, tokens, truncate_chunks)
-        return out.flatten(2), MemoryState(S, _last_keys(window, real), seen + tokens)
+        out, S = self._run(inputs, S, seen, tokens, truncate_chunks, kernel)
+        return out.flatten(2).to(compute), MemoryState(S, _last_keys(window, real), seen + tokens)
 
     def _run(
         self,
-        inputs: tuple[Tensor, Tensor, Tensor, Tensor],
+        inputs: tuple[Tensor, ...],
         S: Tensor | None,
         seen_B: Tensor,
         tokens_B: Tensor,
         truncate_chunks: int,
+        kernel: str,
     ) -> tuple[Tensor, Tensor]:
         """Run the rule over (q, k, v, beta); with ``reset-every``, forget S at each boundary."""
         every, outs = self.config.reset_every, []
@@ -219,6 +223,7 @@ class DeltaMemory(nn.Module):
                 read_before_write=self.config.read_before_write,
                 chunk=self.config.chunk,
                 truncate_chunks=truncate_chunks,
+                kernel=kernel,
             )
             outs.append(out)
         return (outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)), cast(Tensor, S)
@@ -274,6 +279,29 @@ def _stretches(seen_B: Tensor, length: int, every: int) -> list[tuple[int, int]]
     cuts = {cut for offset in offsets for cut in range(-offset % every, length, every)}
     edges = sorted({0, length} | cuts)
     return list(itertools.pairwise(edges))
+
+
+def chosen_kernel(
+    config: MemoryConfig, raw: Tensor, dim: int, truncate_chunks: int, tokens: int = SHORT + 1
+) -> str:
+    """Return ``torch`` or ``fla`` for projections like ``raw`` and a stretch of so many tokens.
+
+    Raises
+    ------
+    Refusal
+        If the recipe insists on fla and it cannot be had.
+    """
+    return choose(
+        config.kernel,
+        device=raw.device.type,
+        dtype=raw.dtype,
+        installed=fla_installed(),
+        rule=config.rule,
+        read_before_write=config.read_before_write,
+        truncate_chunks=truncate_chunks,
+        dim=dim,
+        tokens=tokens,
+    )
 
 
 def _last_keys(window: Tensor, real: Tensor | None) -> Tensor:

@@ -37,5 +37,11 @@ BASELINES: dict[str, dict[str, Scalar]] = {
     "flora": {**_AVERAGED, "server.rule": "flora"},
     "fedex-lora": {**_AVERAGED, "server.rule": "fedex"},
     "flexlora": {**_AVERAGED, "server.rule": "flex"},
+    "fed-mamba": {
+        "model.source": "hub:state-spaces/mamba-1.4b-hf",
+        "memory.enabled": False,
+        "lora.targets": "in,x,out",
+        "server.rule": "mean",
+    },
 }
 """Name -> the keys it sets."""

@@ -19,7 +19,8 @@ class ModelConfig:
     """Which frozen language model the adapter hangs on."""
 
     source: str = "embedded:smollm2-135m"
-    """``embedded:NAME``, ``hub:ORG/NAME``, ``path:DIR``, ``gguf:FILE`` or ``tiny:FAMILY``."""
+    """``embedded:NAME`` (smollm2-135m, qwen2.5-coder-0.5b, gemma3-270m), ``hub:ORG/NAME``,
+    ``path:DIR``, ``gguf:FILE`` or ``tiny:FAMILY`` (llama, qwen2, qwen3, gemma3, mamba)."""
     dtype: str = "float32"
     """Dtype of the frozen weights: float32, bfloat16, float16 or (to check sums) float64.
     Adapters of half-precision weights stay float32."""

@@ -165,7 +165,11 @@ class RunConfig:
             _check_type(key, value, known[key])
         named = values.get("baseline", "")
         preset = BASELINES.get(str(named), {})  # an unknown name is refused below
-        words = {key: value for key, value in preset.items() if isinstance(value, str)}
+        words = {
+            key: value
+            for key, value in preset.items()
+            if isinstance(value, str) and not key.startswith("model.")
+        }
         kept = {key: value for key, value in values.items() if value != known[key]}
         return cast(RunConfig, _build(cls, {**preset, **kept, **words}, ""))
 

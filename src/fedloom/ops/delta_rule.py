@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from fedloom.ops.kernels import choose, fla_installed, through_fla
+
 RULES = ("explicit", "proximal", "hebbian")
 _PART = 1 << 17  # numbers an array of a part may hold, so that a part stays in cache (README.md)
 
@@ -59,6 +61,7 @@ def delta_rule(
     read_before_write: bool = False,
     chunk: int = 64,
     truncate_chunks: int = 0,
+    kernel: str = "torch",
 ) -> tuple[Tensor, Tensor]:
     """Write ``v`` under key ``k`` with strength ``beta``, then read with ``q``; FedNL eq. (9).
 
@@ -80,6 +83,8 @@ def delta_rule(
         Tokens handled at once. Changes the speed, not the result.
     truncate_chunks
         Cut the gradient through the memory every so many chunks; 0 never cuts.
+    kernel
+        ``torch`` is exact; ``fla`` and ``auto`` are what ``kernels.choose`` says, half precision.
 
     Returns
     -------
@@ -100,6 +105,9 @@ def delta_rule(
             f"expected chunk >= 1, truncate_chunks >= 0, got {chunk}, {truncate_chunks}"
         )
     (B, T, H, G, _), V, dtype = q.shape, v.shape[-1], q.dtype
+    if kernel != "torch" and _goes_by_fla(kernel, q, rule, read_before_write, truncate_chunks):
+        beta = _proximal(k.float(), beta.float()) if rule == "proximal" else beta
+        return through_fla(q, k, v, beta.to(dtype), state)
     C = max(1, min(chunk, T))
     with torch.autocast(q.device.type, enabled=False):
         q, k, v, beta, S = _prepare(q, k, v, beta, state)
@@ -114,6 +122,23 @@ def delta_rule(
         )
         out = out_NBHGCV.permute(1, 0, 4, 2, 3, 5).reshape(B, -1, H, G, V)[:, :T]
     return out.to(dtype), S_MKV.view_as(S)
+
+
+def _goes_by_fla(
+    kernel: str, q: Tensor, rule: str, read_before_write: bool, truncate_chunks: int
+) -> bool:
+    picked = choose(
+        kernel,
+        device=q.device.type,
+        dtype=q.dtype,
+        installed=fla_installed(),
+        rule=rule,
+        read_before_write=read_before_write,
+        truncate_chunks=truncate_chunks,
+        dim=q.shape[-1],
+        tokens=q.shape[1],
+    )
+    return picked == "fla"
 
 
 def _step(
