@@ -7,6 +7,7 @@ import torch
 from fedloom.config import RunConfig
 
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma3")
+CUTTABLE = ("llama", "qwen2", "qwen3")  # between layers, see models.trunk
 
 
 HEARD = RunConfig().replaced(memory__gate_init=0.0, memory__chunk=16)  # the gate half open

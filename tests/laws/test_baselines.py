@@ -19,6 +19,7 @@ from fedloom.errors import Refusal
 from runs import METRICS_THAT_MAY_LEAVE, equal, recorded, rows
 
 ROUNDS = 3
+COLUMNS = [name for name in BASELINES if name != "fed-mamba"]  # which needs another model
 PERSONAL = ("local", "fedavg-ft", "ditto", "fedala")
 
 
@@ -124,7 +125,7 @@ def array_bytes(run: Run, phase: str) -> set[int]:
 
 def test_no_two_baselines_end_alike_except_where_they_must(run):
     """FedAvg's global adapter is also Ditto's and fedavg-ft's; what is personal differs by all."""
-    averaged = {name: run(name).adapter() for name in BASELINES if name not in ("frozen", "local")}
+    averaged = {name: run(name).adapter() for name in COLUMNS if name not in ("frozen", "local")}
     for one, other in itertools.combinations(averaged, 2):
         must = {one, other} <= {"fedavg", "fedavg-ft", "ditto"}
         assert equal(averaged[one], averaged[other]) == must, (one, other)
@@ -140,7 +141,7 @@ def test_no_two_baselines_end_alike_except_where_they_must(run):
 
 
 def test_what_leaves_a_node_is_arrays_of_the_manifest_and_listed_numbers(run):
-    for name in BASELINES:
+    for name in COLUMNS:
         for message in run(name).grid.answered:
             for record in message.content.metric_records.values():
                 told = {k.removeprefix("local-").removeprefix("personal-") for k in record}

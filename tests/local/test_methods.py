@@ -42,6 +42,7 @@ def encoded(count: int) -> list[Encoded]:
 
 def work(server_round: int = 1, **changes) -> Work:
     settings = {"train__max_steps": 3, "train__batch_size": 2, "memory__gate": "shut"}
+    settings |= {"server__rule": "mean"}
     settings |= {"train__learning_rate": 1e-2, "train__clip_norm": 0.0}
     config = RunConfig().replaced(**{**settings, **changes})
     adapter = attach(tiny.build("llama").requires_grad_(False), config)

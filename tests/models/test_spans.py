@@ -10,7 +10,7 @@ from fedloom.models import tiny
 from fedloom.models.spans import Labelled, candidate_scores, span_loss
 from fedloom.models.trunk import Trunk
 
-from grafts import FAMILIES, HEARD
+from grafts import CUTTABLE, HEARD
 
 BATCH = [
     Labelled(tuple(range(40, 60)), (1, 7, 8, 19)),
@@ -18,7 +18,7 @@ BATCH = [
 ]
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=CUTTABLE)
 def model(request):
     made = tiny.build(request.param).double().eval().requires_grad_(False)
     attach(made, HEARD.replaced(last_layers=1, memory__window=8))

@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from fedloom.adapters.attach import attach
+from fedloom.errors import Refusal
 from fedloom.models import tiny
 from fedloom.models.trunk import Trunk
 
-from grafts import FAMILIES, HEARD
+from grafts import CUTTABLE, HEARD
 
 ROWS = [list(range(40, 61)), list(range(90, 103)), [7, 9]]
 TOP = HEARD.replaced(last_layers=1, memory__window=6)
@@ -17,7 +18,7 @@ def whole(model, row):
     return model.get_decoder()(input_ids=torch.tensor([row]), use_cache=False).last_hidden_state[0]
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=CUTTABLE)
 def grafted(request):
     model = tiny.build(request.param).double().eval().requires_grad_(False)
     return attach(model, TOP), model
@@ -76,3 +77,10 @@ def test_the_model_is_left_whole(grafted):
     with pytest.raises(IndexError):  # no such token: the pass fails in the middle
         Trunk(model, 1, budget=0).hidden([[10**6]])
     assert (list(model.get_decoder().layers), model.get_decoder().norm) == before
+
+
+def test_a_model_whose_layers_depend_on_their_number_is_refused():
+    """Gemma3 chooses each layer's mask and rotation by its place: half a model is another one."""
+    model = tiny.build("gemma3").double().eval().requires_grad_(False)
+    with pytest.raises(Refusal, match="cannot be cut"):
+        Trunk(model, 1, budget=0)
