@@ -80,7 +80,8 @@ class Task:
         limit, tokenizer = self.config.data.max_tokens, self.base.tokenizer
         rows = [encode(example, tokenizer, limit) for example in self._test]
         if self._test and isinstance(self._test[0], NeedleExample):
-            pairs = zip(cast("list[EncodedNeedle]", rows), self._test, strict=True)
+            needles = cast("list[NeedleExample]", self._test)
+            pairs = zip(cast("list[EncodedNeedle]", rows), needles, strict=True)
             return [score_needle(self.base.model, row, place_of(example)) for row, example in pairs]
         size = self.config.evaluation.batch_size
         return score_rows(self.base.model, rows, batch_size=size, trunk=trunk)

@@ -14,7 +14,7 @@ from fedloom.data.questions import LETTERS
 from fedloom.errors import Refusal
 
 
-class Asks(Protocol):
+class Shown(Protocol):
     """What a prompt is written from."""
 
     @property
@@ -32,6 +32,10 @@ class Asks(Protocol):
     @property
     def gold(self) -> int:
         """Index of the right one."""
+
+
+class Asks(Shown, Protocol):
+    """And what answers are."""
 
     @property
     def stem(self) -> str:
@@ -94,7 +98,7 @@ def asking(question: str, options: Sequence[str], cue: str) -> str:
     return "\n".join([f"Question: {question}", *lines, cue])
 
 
-def prompt(example: Asks, cue: str, *, with_options: bool = True) -> str:
+def prompt(example: Shown, cue: str, *, with_options: bool = True) -> str:
     """Write down a whole prompt."""
     options = example.options if with_options else ()
     return f"{example.context}\n\n{asking(example.question, options, cue)}"
@@ -182,7 +186,7 @@ def _after_cue(text: str, tokenizer: Encodes) -> tuple[int, ...]:
     return tuple(both[len(before) :])
 
 
-def prompt_tokens(example: Asks, tokenizer: Encodes) -> int:
+def prompt_tokens(example: Shown, tokenizer: Encodes) -> int:
     """Count the tokens of the prompt with options, those that open a text included."""
     letters = letter_tokens(tokenizer)
     text = prompt(example, letters.cue)
