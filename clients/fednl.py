@@ -120,8 +120,9 @@ class FedNLClient(AdapterClient):
         """
         if config.get("frozen"):
             bench = workbench(self.config)
-            with bench.adapter.off():  # and its window: the trunk is of another model
-                metrics = self._score(bench, None)
+            whole = bench.trunk if not self.config.memory.window else None
+            with bench.adapter.off():  # and its window: a windowed trunk is of another model
+                metrics = self._score(bench, whole)
         else:
             bench, received = self._receive(parameters, config, scoring=True)
             metrics = self._score(bench, bench.trunk)

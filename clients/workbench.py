@@ -87,12 +87,23 @@ def _build(config: RunConfig) -> Workbench:
 
 
 def _trunk(base: Base, config: RunConfig) -> Trunk | None:
+    """Return what the frozen lower layers made of rows; it outlives the run and its adapter.
+
+    Nothing but the cut and the window decides it, so runs that share them share their work.
+    """
     if not config.train.keep_trunk:
         return None
     layers = int(base.model.config.get_text_config().num_hidden_layers)
-    return Trunk(base.model, layers - config.last_layers, config.train.keep_trunk * 10**6)
+    first, memory = layers - config.last_layers, config.memory
+    window = (memory.window, memory.sinks) if memory.enabled else (0, 0)
+    key = id(base.model), first, window, config.train.keep_trunk
+    if key not in _TRUNKS:
+        _TRUNKS.clear()  # one at a time: it may hold gigabytes
+        _TRUNKS[key] = Trunk(base.model, first, config.train.keep_trunk * 10**6)
+    return _TRUNKS[key]
 
 
+_TRUNKS: dict[tuple[int, int, tuple[int, int], int], Trunk] = {}
 _HELD = _Held()
 
 
