@@ -134,12 +134,13 @@ class FedNLClient(AdapterClient):
         self, bench: Workbench, received: Arrays, config: dict[str, Any], scores: dict[str, Any]
     ) -> dict[str, Any]:
         """Score this client's own adapter; what is not averaged was its own all along."""
-        if self.config.share != "all":
+        if self.config.share != "all" or self.config.server.rule == "fedsa":
             return _prefixed("personal-", scores)
         method = method_of(self.config)
         work = self._work(bench, config, int(config["round"]) + 1)
         if not method.is_personal(work):
             return {}
+        bench.adapter.hold(bench.exchange.still(int(config["round"])))
         method.personalise(work, received)
         return _prefixed("personal-", self._score(bench, bench.trunk))
 
@@ -157,6 +158,7 @@ class FedNLClient(AdapterClient):
         arrays = dict(zip(self.array_names, parameters, strict=True))
         exchange = bench.exchange.without_controls() if scoring else bench.exchange
         received = exchange.received(self.partition_id, arrays)
+        bench.adapter.hold("")  # what an earlier message held in this process
         bench.adapter.reset()
         self._narrow(bench)
         if self.config.share != "all" or self.config.server.rule == "fedsa":

@@ -71,6 +71,14 @@ class _Held:
 def _build(config: RunConfig) -> Workbench:
     base = load_base(config.model.source, config.model.dtype, device(config))
     adapter = attach(base.model, config, base.tokenizer.encode(centring.TEXT))
+    try:
+        return _ready(config, base, adapter)
+    except BaseException:
+        adapter.detach()  # others share this model
+        raise
+
+
+def _ready(config: RunConfig, base: Base, adapter: Adapter) -> Workbench:
     arrays = adapter.arrays()
     sent = travelling(config, arrays)
     rest = {name: array for name, array in arrays.items() if name not in sent}

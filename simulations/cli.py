@@ -123,7 +123,7 @@ def read_recipe(
     """Read a recipe, then put ``--set`` and the named options over it."""
     config = RunConfig.from_toml(_recipe_file(recipe))
     values = dict(parse_setting(setting) for setting in settings)
-    return RunConfig.from_flat({**config.flat(), **values, **chosen})
+    return RunConfig.from_flat({**config.without_preset(), **values, **chosen})
 
 
 def parse_setting(text: str) -> tuple[str, Scalar]:

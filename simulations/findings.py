@@ -216,7 +216,7 @@ def report_data(folder: Path) -> ReportData:
         failures=failures,
         aggregation_errors=errors,
         environment=dict(_flat(_json(folder / "environment.json"))),
-        notes=tuple(_notes(clients, manifest, traffic)),
+        notes=tuple(_notes(clients, manifest if _sent_whole(config) else None, traffic)),
     )
 
 
@@ -264,6 +264,14 @@ def _parameters(manifest: Manifest | None) -> dict[str, int]:
         group = "memory" if ".memory." in f".{name}" else "LoRA"
         counts[group] += math.prod(shape)
     return counts if manifest else {}
+
+
+def _sent_whole(config: RunConfig | None) -> bool:
+    """Whether every training message carries just the manifest's arrays."""
+    if config is None:
+        return True
+    parts = config.server.rule in ("flora", "fedex", "rolora") or config.lora.own_ranks()
+    return not parts
 
 
 def _notes(clients: Iterable[Client], manifest: Manifest | None, traffic: Traffic) -> Iterable[str]:

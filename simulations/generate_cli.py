@@ -119,6 +119,11 @@ def _workbench(config: RunConfig, run: Path | None) -> Workbench:
         raise Refusal(
             f"generate needs {error.name}, which a coordinator has not: pip install 'fedloom[node]'"
         ) from error
+    if run is not None and config.share != "all" and config.local.method != "none":
+        raise Refusal(
+            f'{run}: share = "{config.share}" leaves LoRA with its clients and the run has none to'
+            " write with; expected a run that shares all"
+        )
     bench = workbench(config)
     bench.adapter.reset()
     if run is not None:
@@ -136,7 +141,7 @@ def _arrays(run: Path, base_hash: str) -> dict[str, Any]:
     folder = run / "adapter"
     arrays: dict[str, Any] = {}
     try:
-        for name in ("adapter_model", "memory"):
+        for name in ("adapter_model", "memory", "side"):
             if (folder / f"{name}.safetensors").is_file():
                 arrays |= load_file(folder / f"{name}.safetensors")
         manifest = Manifest.from_json((run / "manifest.json").read_text(encoding="utf-8"))

@@ -252,6 +252,8 @@ def _at_home(folder: Path) -> Iterator[None]:
     finally:
         if before is None:
             del os.environ[STATE]
+        else:
+            os.environ[STATE] = before
 
 
 @contextlib.contextmanager

@@ -139,7 +139,7 @@ class AdapterStrategy(Strategy):
     ) -> Iterable[Message]:
         """Send the adapter to the round's partitions."""
         self._grid, self._sent = grid, border.unpack_arrays(arrays)
-        self.server_round = server_round
+        self.server_round, self.round_facts = server_round, {}
         chosen = self.roster.sample(self.config.seed, server_round, self.config.sampling.fraction)
         told = {**config, **self.train_config(server_round)}
         if self.config.local.method == "pooled":  # one client with all rows takes all their steps

@@ -177,7 +177,7 @@ def owner_of(base: Base, adapter: Adapter) -> states.Owner:
     keys = {k: v for k, v in adapter.config.flat().items() if k.startswith(deciding)}
     del keys["memory.chunk"], keys["lora.dropout"]  # speed, and training
     settings = hashlib.sha256(json.dumps(keys, sort_keys=True).encode()).hexdigest()
-    arrays = arrays_digest(adapter.arrays())
+    arrays = arrays_digest({**adapter.arrays(), **adapter.side.arrays})
     return states.Owner(base.base_hash, base.tokenizer_hash, arrays, settings)
 
 

@@ -56,8 +56,9 @@ class Task:
         if not self.config.train.curriculum:
             return rows
         rows.sort(key=length)
-        first, last = ((server_round - n) * len(rows) // self.config.rounds for n in (1, 0))
-        return rows[first:last] or rows[-1:]
+        at = min(server_round, self.config.rounds)  # who goes on afterwards has the last share
+        first, last = ((at - n) * len(rows) // self.config.rounds for n in (1, 0))
+        return rows[first:last] or rows[first : first + 1]
 
     def _lesson(self, example: Any) -> Lesson:
         if isinstance(example, NeedleExample):

@@ -136,7 +136,7 @@ def test_no_two_baselines_end_alike_except_where_they_must(run):
             assert scores != run(name).scores("evaluate"), name
     for one, other in itertools.combinations(personal, 2):
         assert personal[one] != personal[other], (one, other)
-    for name in averaged.keys() - set(PERSONAL):
+    for name in averaged.keys() - {*PERSONAL, "fedsa-lora"}:  # its B is each client's own
         assert not run(name).scores("personal"), name
 
 

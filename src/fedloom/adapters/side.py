@@ -30,6 +30,8 @@ class SideAdapter:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._handles: list[RemovableHandle] = []
+        self.arrays: dict[str, NDArray[Any]] = {}
+        """What hangs, by the names it has on the wire."""
 
     def load(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         """Take these pairs in the place of all that were there.
@@ -40,6 +42,7 @@ class SideAdapter:
             For a projection without LoRA, or a pair that does not fit it.
         """
         self.clear()
+        self.arrays = dict(arrays)
         for name, a in arrays.items():
             if name.endswith(SIDE_A):
                 module = name[: -len(SIDE_A)]
@@ -49,7 +52,7 @@ class SideAdapter:
         """Take all pairs off."""
         for handle in self._handles:
             handle.remove()
-        self._handles = []
+        self._handles, self.arrays = [], {}
 
     def _hang(self, module: str, a: NDArray[Any], b: NDArray[Any] | None) -> None:
         try:

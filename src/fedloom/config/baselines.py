@@ -11,7 +11,13 @@ from __future__ import annotations
 
 from fedloom.flat import Scalar
 
-_AVERAGED: dict[str, Scalar] = {"memory.gate": "shut", "server.rule": "mean"}
+_PLAIN: dict[str, Scalar] = {
+    "server.rule": "mean",
+    "server.optimizer": "none",
+    "local.method": "plain",
+    "share": "all",
+}
+_AVERAGED: dict[str, Scalar] = {**_PLAIN, "memory.gate": "shut"}
 
 BASELINES: dict[str, dict[str, Scalar]] = {
     "frozen": {**_AVERAGED, "local.method": "none", "share": "none"},
@@ -38,10 +44,10 @@ BASELINES: dict[str, dict[str, Scalar]] = {
     "fedex-lora": {**_AVERAGED, "server.rule": "fedex"},
     "flexlora": {**_AVERAGED, "server.rule": "flex"},
     "fed-mamba": {
+        **_PLAIN,
         "model.source": "hub:state-spaces/mamba-1.4b-hf",
         "memory.enabled": False,
         "lora.targets": "in,x,out",
-        "server.rule": "mean",
     },
 }
 """Name -> the keys it sets."""

@@ -62,6 +62,11 @@ class LocalConfig:
                 f'local.method = "{self.method}" with share = "{share}": it needs the whole'
                 ' adapter on both ends; set share = "all"'
             )
+        if self.method == "fine-tune" and rule in ("flora", "fedex"):
+            raise Refusal(
+                f'local.method = "fine-tune" with server.rule = "{rule}": what a client would keep'
+                ' is nothing without the side adapter of its round; set server.rule = "mean"'
+            )
         if self.method in BY_COORDINATE and rule != "mean":
             raise Refusal(
                 f'local.method = "{self.method}" with server.rule = "{rule}": what a client keeps'

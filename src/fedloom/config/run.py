@@ -91,7 +91,8 @@ class RunConfig:
         memory = self.memory
         taps = memory.beta_trainable and memory.beta == "token"
         gate = memory.gate in ("vector", "scalar", "dynamic")
-        trained = memory.enabled and memory.gate != "shut" and (taps or gate)
+        learnt = "learnt" in (memory.centre, memory.key_taps)
+        trained = memory.enabled and memory.gate != "shut" and (taps or gate or learnt)
         if self.share == "memory" and not trained:
             raise Refusal(
                 'share = "memory" and no trained gate or taps: nothing would be sent; set'
@@ -103,13 +104,18 @@ class RunConfig:
                 ' memory.gate = "vector" or lora.frozen = false'
             )
 
-        if self.share == "memory" and self.server.rule not in ("mean", "svd"):
+        if self.share != "all" and self.server.rule not in ("mean", "svd"):
             raise Refusal(
-                f'share = "memory" with server.rule = "{self.server.rule}": LoRA stays at home and'
-                ' the rule has nothing to do; leave server.rule out or set share = "all"'
+                f'share = "{self.share}" with server.rule = "{self.server.rule}": LoRA stays at'
+                ' home and the rule has nothing to do; leave server.rule out or set share = "all"'
             )
 
     def _check_trunk(self) -> None:
+        if self.data.task == "niah" and "x" in self.lora.targets.split(","):
+            raise Refusal(
+                f'data.task = "niah" with lora.targets = "{self.lora.targets}": needles are scored'
+                " from a repeated cache, which Mamba has not; use another backbone"
+            )
         if self.train.keep_trunk and not self.last_layers:
             raise Refusal(
                 f"train.keep-trunk = {self.train.keep_trunk} with last-layers = 0: every layer is"
@@ -196,7 +202,12 @@ class RunConfig:
     def replaced(self, **flat: Scalar) -> RunConfig:
         """Return a copy with other values; ``__`` stands for a dot and ``_`` for a hyphen."""
         keys = {kebab(name.replace("__", ".")): value for name, value in flat.items()}
-        return self.from_flat({**self.flat(), **keys})
+        return self.from_flat({**self.without_preset(), **keys})
+
+    def without_preset(self) -> dict[str, Scalar]:
+        """Return ``flat`` without what only the baseline's name set: another may take its place."""
+        preset = BASELINES.get(self.baseline, {})
+        return {key: value for key, value in self.flat().items() if preset.get(key) != value}
 
 
 def _check_type(key: str, value: object, example: Scalar) -> None:

@@ -41,6 +41,8 @@ class Trunk:
 
     def __init__(self, model: PreTrainedModel, first: int, budget: int) -> None:
         self._decoder = cast(Any, model.get_decoder())
+        if not hasattr(self._decoder, "norm"):
+            raise _cannot(self._decoder)
         layers = list(self._decoder.layers)
         self._low, self._high = nn.ModuleList(layers[:first]), nn.ModuleList(layers[first:])
         self._device = next(model.parameters()).device
@@ -95,5 +97,9 @@ class Trunk:
             ).last_hidden_state
             apart = self.hidden([ids])
         if not torch.allclose(whole, apart, rtol=1e-3, atol=1e-3 * float(whole.abs().max())):
-            name = type(self._decoder).__name__
-            raise Refusal(f"train.keep-trunk: a {name} cannot be cut between layers; set it to 0")
+            raise _cannot(self._decoder)
+
+
+def _cannot(decoder: nn.Module) -> Refusal:
+    name = type(decoder).__name__
+    return Refusal(f"train.keep-trunk: a {name} cannot be cut between layers; set it to 0")
