@@ -53,16 +53,17 @@ class Task:
     def lessons(self, server_round: int) -> list[Lesson]:
         """Return what is learnt from in a round: all training rows, or the curriculum's share."""
         rows = [self._lesson(example) for example in self._train]
-        if not self.config.train.curriculum:
+        if not self.config.train.curriculum or server_round > self.config.rounds:
             return rows
         rows.sort(key=length)
-        at = min(server_round, self.config.rounds)  # who goes on afterwards has the last share
-        first, last = ((at - n) * len(rows) // self.config.rounds for n in (1, 0))
+        first, last = ((server_round - n) * len(rows) // self.config.rounds for n in (1, 0))
         return rows[first:last] or rows[first : first + 1]
 
     def _lesson(self, example: Any) -> Lesson:
         if isinstance(example, NeedleExample):
-            told = encode_lesson(example, self.base.tokenizer, options=example.index >= 0)
+            told = encode_lesson(
+                example, self.base.tokenizer, options=example.index >= 0 and example.index % 2 == 0
+            )
             return Labelled(told.ids, told.labels)
         return encode(example, self.base.tokenizer, self.config.data.max_tokens)
 

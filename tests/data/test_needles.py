@@ -130,8 +130,23 @@ def test_counter_adds_up(made):
                 passed.append(passed[-1] + {"incremented": 1, "decremented": -1}[event.split()[3]])
             assert 4 <= len(row.events) - 1 <= 8
             assert int(row.value) == passed[-1] % 8
-            seen = {str(p % 8) for p in passed} - {row.value}
-            assert len(seen & set(row.options)) == min(3, len(seen))
+            options = {int(option) for option in row.options}
+            assert any(options == {(low + i) % 8 for i in range(4)} for low in range(8))
+            assert int(row.value) in options
+
+
+def test_a_counters_options_do_not_tell_its_state():
+    """Neither the right option's place among its neighbours nor the last step's direction does."""
+    found: Counter[tuple[int, bool]] = Counter()
+    for index in range(2000):
+        story = tell("counter", Pools("train", generator(0, "balance", index)), 4, 0)
+        options = {int(story.answer), *map(int, story.wrong)}
+        low = next(n for n in range(8) if options == {(n + i) % 8 for i in range(4)})
+        up = "incremented" in story.events[-1].text
+        found[(int(story.answer) - low) % 8, up] += 1
+    for up in (True, False):
+        counts = [found[place, up] for place in range(4)]
+        assert max(counts) < 0.3 * sum(counts)  # 0.25 and five standard errors
 
 
 def test_the_budget_is_kept_and_used(made):

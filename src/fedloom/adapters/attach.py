@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -21,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from fedloom.adapters import centring
 from fedloom.adapters.centring import mean_projections
 from fedloom.adapters.graft import PASS, GraftedMemory, Pass, Switch, places
 from fedloom.adapters.lora import (
@@ -60,6 +62,7 @@ class Adapter:
         self.peft_config = peft_config(config.lora, base, layers)
         if config.memory.enabled:  # refused before anything hangs on a model that others share
             _check_memory(base, config)
+            _check_sample(config, sample)
         self.model: peft.PeftModel = hang_lora(base, self.peft_config, seed=seed)
         if config.lora.frozen:
             self.model.requires_grad_(False)
@@ -83,17 +86,18 @@ class Adapter:
         self._handles.append(hook)
         if self.config.memory.window:
             # A layer without an adapter that saw everything would tell those above of it.
-            below = self.config.replaced(memory__gate="shut")
             for index in range(layers[0]):
-                self._graft_one(decoder.layers[index].self_attn, below)
+                self._graft_one(decoder.layers[index].self_attn, shut=True)
         for index in layers:
             attention = decoder.layers[index].self_attn
-            self._graft_one(attention, self.config)
+            self._graft_one(attention, shut=self.config.memory.gate == "shut")
             self._attentions.append(attention)
 
-    def _graft_one(self, attention: nn.Module, config: RunConfig) -> None:
-        graft = GraftedMemory(attention, config, self._switch)
-        if config.memory.gate == "shut":  # nothing of it is heard: nothing of it can learn
+    def _graft_one(self, attention: nn.Module, *, shut: bool) -> None:
+        memory = replace(self.config.memory, gate="shut") if shut else self.config.memory
+        truncate = self.config.train.truncate_chunks
+        graft = GraftedMemory(attention, memory, truncate, self._switch)
+        if shut:  # nothing of it is heard: nothing of it can learn
             graft.requires_grad_(False)
         weight = next(attention.parameters())
         graft.to(device=weight.device)
@@ -248,6 +252,15 @@ def _check_memory(base: PreTrainedModel, config: RunConfig) -> None:
     raw, dim = next(layer.self_attn.parameters()), layer.self_attn.head_dim
     kernel = chosen_kernel(config.memory, raw, dim, config.train.truncate_chunks)
     log.info("the memory runs on the %s kernel", kernel)
+
+
+def _check_sample(config: RunConfig, sample: Sequence[int]) -> None:
+    memory = config.memory
+    if memory.centre == "learnt" and memory.gate != "shut" and len(sample) <= centring.SINKS:
+        raise Refusal(
+            f'memory.centre = "learnt" and a sample of {len(sample)} tokens: expected more than'
+            f" {centring.SINKS}, of any text; give attach the tokens of centring.TEXT"
+        )
 
 
 def _graft_of(attention: nn.Module) -> GraftedMemory:

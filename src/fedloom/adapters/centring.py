@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-_SINKS = 4  # first tokens, whose keys are unlike all others (arXiv 2309.17453)
+SINKS = 4  # first tokens, whose keys are unlike all others (arXiv 2309.17453)
 
 TEXT = (
     "The harbour lay quiet under a pale sky. Two boats had come in before noon, and the men who"
@@ -46,7 +46,7 @@ def mean_projections(
     seen: dict[int, Tensor] = {}
 
     def keep(module: nn.Module, _inputs: Any, output: Tensor) -> None:
-        seen[id(module)] = output[0, _SINKS:].mean(0).detach()
+        seen[id(module)] = output[0, SINKS:].mean(0).detach()
 
     pairs = [(a.get_submodule("q_proj"), a.get_submodule("k_proj")) for a in attentions]
     handles = [module.register_forward_hook(keep) for pair in pairs for module in pair]

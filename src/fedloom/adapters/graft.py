@@ -24,7 +24,7 @@ from fedloom.adapters.memory import (
     unit_rms,
 )
 from fedloom.adapters.sequences import Layout
-from fedloom.config import RunConfig
+from fedloom.config import MemoryConfig
 
 PASS = "fedloom_pass"  # keyword that carries a pass from the decoder to its attention layers
 
@@ -55,18 +55,20 @@ class Switch:
 class GraftedMemory(nn.Module):
     """The memory and gate of one attention layer, and the hooks that tie them in."""
 
-    def __init__(self, attention: nn.Module, config: RunConfig, switch: Switch) -> None:
+    def __init__(
+        self, attention: nn.Module, memory: MemoryConfig, truncate_chunks: int, switch: Switch
+    ) -> None:
         super().__init__()
         model_config = cast(Any, attention.config)
         dim = cast(int, attention.head_dim)
         heads = model_config.num_key_value_heads
         groups = model_config.num_attention_heads // heads
-        self.delta = DeltaMemory(config.memory, heads=heads, groups=groups, dim=dim)
-        self.gate = MemoryGate(config.memory, width=model_config.hidden_size)
-        self._match_rms, self._window = config.memory.match_rms, config.memory.window
-        self._sinks = config.memory.sinks
+        self.delta = DeltaMemory(memory, heads=heads, groups=groups, dim=dim)
+        self.gate = MemoryGate(memory, width=model_config.hidden_size)
+        self._match_rms, self._window = memory.match_rms, memory.window
+        self._sinks = memory.sinks
         self.slides = bool(getattr(attention, "sliding_window", None))
-        self._truncate = config.train.truncate_chunks
+        self._truncate = truncate_chunks
         self._index, self._switch = cast(int, attention.layer_idx), switch
         self._taps: dict[str, Tensor] = {}
         self._call: dict[str, Any] = {}
@@ -84,7 +86,8 @@ class GraftedMemory(nn.Module):
 
     def _tap(self, name: str) -> Any:
         def keep(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
-            self._taps[name] = output
+            if self._switch.on:  # else nobody would take it off
+                self._taps[name] = output
 
         return keep
 
@@ -122,6 +125,8 @@ class GraftedMemory(nn.Module):
                 place = shared.place_BK[:, : first + keys]
             at = place[:, past : past + queries]
             seen = in_sight(at, place[:, first:], self._window, self._sinks)[:, None]
+            if shared.layout is not None and not shared.layout.one_a_row:
+                seen = seen & _same_document(shared.layout)
             shared.windows[first, keys] = seen
         if mask is None:
             return seen
@@ -177,6 +182,12 @@ class GraftedMemory(nn.Module):
         if isinstance(cache, MemoryCache):
             cache.memory[self._index] = state
         return read
+
+
+def _same_document(rows: Layout) -> Tensor:
+    """Tell which tokens of a row belong together, [B, 1, T, T]: places alone do not."""
+    whose = torch.where(rows.used_BT, rows.back_BT // rows.take_NL.shape[1], -1)
+    return (whose[:, :, None] == whose[:, None, :])[:, None]
 
 
 def _additive(seen: Tensor, dtype: torch.dtype) -> Tensor:

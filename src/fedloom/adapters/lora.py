@@ -80,6 +80,7 @@ def hang_lora(model: PreTrainedModel, config: peft.LoraConfig, *, seed: int) -> 
         for name, parameter in hung.named_parameters():
             if ".lora_A." in name:
                 parameter.copy_(_uniform_start(parameter, seed, checkpoint_name(name)))
+    hung.train(model.training)  # peft's dropout begins in training mode
     return hung
 
 

@@ -44,6 +44,9 @@ class Trunk:
         if not hasattr(self._decoder, "norm"):
             raise _cannot(self._decoder)
         layers = list(self._decoder.layers)
+        kinds = getattr(model.config.get_text_config(), "layer_types", None)
+        if kinds and kinds[first:] != kinds[: len(kinds) - first]:  # masks go by place in the loop
+            raise _cannot(self._decoder)
         self._low, self._high = nn.ModuleList(layers[:first]), nn.ModuleList(layers[first:])
         self._device = next(model.parameters()).device
         self._kept: dict[tuple[int, ...], Tensor] = {}

@@ -142,16 +142,13 @@ def encode_lesson(example: Asks, tokenizer: Encodes, *, options: bool = True) ->
     Parameters
     ----------
     options
-        Whether the question with its options comes last.
+        Whether to ask the one question with its options, or every event's without any.
     """
     letters = letter_tokens(tokenizer)
     listing = options or not example.asks
-    asked = [
-        (asking(question, (), letters.cue), stem, value)
-        for question, stem, value in example.asks
-        if not (listing and question == example.question)  # an answer would tell the next one
-    ]
-    if listing:
+    asked = [(asking(q, (), letters.cue), stem, value) for q, stem, value in example.asks]
+    if listing:  # and alone: the others' answers would leave one option that was not just said
+        asked = []
         gold = answer(example.options[example.gold], LETTERS[example.gold])
         listed = asking(example.question, example.options, letters.cue)
         asked.append((listed, example.stem, gold))

@@ -95,8 +95,9 @@ def shortened(story: Story, events: int) -> Story:
 def _counter(pools: Pools) -> Story:
     """Tell a base state and four to eight steps of one, and ask for the final state modulo 8.
 
-    The wrong options are the states that the counter went through, the latest first, then other
-    residues: whoever misses a step finds the wrong state among the options.
+    The options are four neighbouring residues with the right one at any place among them: who
+    misses a step finds the wrong state there, and neither the options nor the last step's
+    direction tell which is right.
     """
     name, random = pools.phrase(), pools.random
     state = int(random.integers(MODULUS))
@@ -105,9 +106,8 @@ def _counter(pools: Pools) -> Story:
         state = (state + (1 if up else -1)) % MODULUS
         verb = "incremented" if up else "decremented"
         told.append(Event(f"Counter {name} is {verb} by 1.", name, str(state)))
-    passed = [event.value for event in reversed(told)]
-    rest = [str(residue) for residue in random.permutation(MODULUS)]
-    a, b, c = [v for v in dict.fromkeys([*passed, *rest]) if v != str(state)][:3]
+    place = int(random.integers(4))
+    a, b, c = (str((state - place + i) % MODULUS) for i in range(4) if i != place)
     question = f"What is the final state of counter {name}, modulo {MODULUS}?"
     stem = f"The final state of counter {name}, modulo {MODULUS}, is"
     return Story(tuple(told), 0, question, str(state), (a, b, c), stem)
