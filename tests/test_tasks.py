@@ -97,11 +97,6 @@ def test_a_curriculum_shares_the_rows_out_from_short_to_long(needles):
     assert len(flat) == 9
 
 
-def test_pooled_rows_are_every_clients(needles):
-    both = [*task_of(needles, 0).lessons(1), *task_of(needles, 1).lessons(1)]
-    assert task_of(needles, -1).lessons(1) == both
-
-
 def test_a_needles_score_is_that_of_its_four_answers_written_out(needles):
     config = needles.replaced(memory__window=32, memory__gate_init=0.0)
     base = load_base(config.model.source)

@@ -39,16 +39,13 @@ class Task:
     Parameters
     ----------
     partition : int
-        Whose rows; -1 takes every client's (pooled training).
+        Whose rows.
     """
 
     def __init__(self, config: RunConfig, base: Base, partition: int) -> None:
         self.config, self.base = config, base
         examples, made = holdings(config)
-        owners = range(len(made.clients)) if partition < 0 else [partition]
-        held = [client_rows(made, examples, owner) for owner in owners]
-        self._train = [row for train, _ in held for row in train]
-        self._test = [row for _, test in held for row in test]
+        self._train, self._test = client_rows(made, examples, partition)
 
     def lessons(self, server_round: int) -> list[Lesson]:
         """Return what is learnt from in a round: all training rows, or the curriculum's share."""

@@ -174,7 +174,7 @@ class Adapter:
         return {n: p for n, p in self._own.items() if not (still and n.endswith(still))}
 
     def hold(self, still: str) -> None:
-        """Do not train parameters whose name ends so, for now; an empty ending trains all."""
+        """Do not train parameters whose name ends so; an empty ending trains all again."""
         self._still = still
         trained = self.parameters()
         for name, parameter in self._own.items():
