@@ -56,6 +56,21 @@ class Update:
         residue = {name: np.zeros_like(s) for name, s in sums.items()}
         return cls(sums, float(weight), residue, origin)
 
+    @classmethod
+    def summed(cls, arrays: Arrays, weight: float, origin: int = -1) -> Update:
+        """One contribution whose ``arrays`` are sums over ``weight`` rows already (a Gram's)."""
+        sums = {name: np.asarray(array, np.float64) for name, array in arrays.items()}
+        return cls(sums, float(weight), {n: np.zeros_like(s) for n, s in sums.items()}, origin)
+
+    def __neg__(self) -> Update:
+        """Return what takes this contribution out of a sum again."""
+        sums, residue = ({n: -a for n, a in part.items()} for part in (self.sums, self.residue))
+        return Update(sums, -self.weight, residue)
+
+    def whole(self) -> dict[str, NDArray[np.float64]]:
+        """Return the sums, each rounded once."""
+        return {name: s + self.residue[name] for name, s in self.sums.items()}
+
     def __add__(self, other: Update) -> Update:
         if odd := self.sums.keys() ^ other.sums.keys():
             raise ValueError(f"updates of different adapters: only one side has {sorted(odd)}")

@@ -29,3 +29,8 @@ from fedloom.rules.low_rank import stack as stack
 from fedloom.rules.low_rank import svd_refactor as svd_refactor
 from fedloom.rules.low_rank import target as target
 from fedloom.rules.product_gap import ProductGap as ProductGap
+from fedloom.rules.solving import Factorisation as Factorisation
+from fedloom.rules.solving import FastWeights as FastWeights
+from fedloom.rules.solving import solve as solve
+from fedloom.rules.solving import solve_dual as solve_dual
+from fedloom.rules.statistics import Gram as Gram
