@@ -85,7 +85,7 @@ def test_sums_are_those_of_the_rows_and_chance_is_counted(model):
 
 def test_depths_add_up_to_the_whole(model):
     examples = ragged(8)
-    places = [Place(depth=(16, 32)[i % 2], distance=i) for i in range(8)]
+    places = [Place(depth=(16, 32)[i % 2], distance=i, nearest=0) for i in range(8)]
     rows = score_rows(model, examples, batch_size=3, places=places)
     told = depth_sums(rows)
     assert all(type(value) in (int, float) for value in told.values())  # what a message takes

@@ -13,7 +13,7 @@ untrained      the windowed backbone as it is
 unwindowed     the frozen model with full attention: it sees the needles, and was never taught
 =============  ==================================================================================
 
-Only rows count whose needle ends a window or more before the question begins.  Run as
+Only rows count of which no value stands in the window when the question begins.  Run as
 ``python benchmarks/fednl/needles.py train|score|table --help``; the last line of ``table`` is one
 JSON object.
 """
@@ -40,7 +40,7 @@ from fedloom.config import RunConfig
 from fedloom.config.material import NEEDLES
 from fedloom.intervals import macro, wilson
 from fedloom.models.base import Base, load_base
-from fedloom.paired import mcnemar, paired_bootstrap
+from fedloom.paired import mcnemar, seeded_bootstrap
 from fedloom.simulations.inprocess import run_in_process
 from fedloom.tasks import Task
 
@@ -114,7 +114,8 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-Outcomes = dict[str, dict[str, dict[str, Any]]]  # condition -> row -> score
+Row = tuple[int, str]  # seed, what was asked
+Outcomes = dict[str, dict[Row, dict[str, Any]]]  # condition -> row -> score
 
 
 def table(given: argparse.Namespace) -> None:
@@ -122,11 +123,11 @@ def table(given: argparse.Namespace) -> None:
     window = RunConfig.from_toml(RECIPE).memory.window
     outcomes: Outcomes = {}
     for condition in CONDITIONS:
-        rows: dict[str, dict[str, Any]] = {}
+        rows: dict[Row, dict[str, Any]] = {}
         for seed in given.seeds:
             for row in read(given.folder / "scores" / f"{condition}-{seed}.jsonl"):
-                if row["place"]["distance"] >= window:
-                    rows[f"{seed} {row['row']}"] = row
+                if row["place"]["nearest"] >= window:
+                    rows[seed, row["row"]] = row
         if rows:
             outcomes[condition] = rows
     shared = set.intersection(*(set(rows) for rows in outcomes.values()))
@@ -141,14 +142,13 @@ def table(given: argparse.Namespace) -> None:
     for condition, row in versus.items():
         print(
             f"fednl - {condition}: {row['difference']:+.3f}"
-            f" [{row['low']:+.3f}, {row['high']:+.3f}], McNemar"
-            f" {row['only_fednl']}:{row['only_other']}, p = {row['p']:.2g}"
+            f" [{row['low']:+.3f}, {row['high']:+.3f}], McNemar by seed: {row['mcnemar']}"
         )
     macros = {c: round(of_clients(rows)[0].value, 4) for c, rows in outcomes.items()}
     print(json.dumps({"macro": macros, "chance": CHANCE, "rows": len(shared), "against": versus}))
 
 
-def of_clients(rows: dict[str, dict[str, Any]]) -> tuple[Any, dict[str, list[bool]]]:
+def of_clients(rows: dict[Row, dict[str, Any]]) -> tuple[Any, dict[str, list[bool]]]:
     """Return the macro accuracy with its interval, and each client's outcomes."""
     held: dict[str, list[bool]] = {}
     for row in rows.values():
@@ -182,23 +182,26 @@ def by_length(outcomes: Outcomes) -> None:
     print()
 
 
-def against(outcomes: Outcomes, other: str) -> dict[str, float]:
-    """Compare FedNL with a condition on the same rows."""
-    pairs: dict[str, list[tuple[bool, bool]]] = {}
-    for name, row in outcomes["fednl"].items():
-        pair = (row["correct"], outcomes[other][name]["correct"])
-        pairs.setdefault(row["client"], []).append(pair)
-    differences = [[float(a) - float(b) for a, b in held] for held in pairs.values()]
-    interval = paired_bootstrap(differences, seed=0)
-    flat = [pair for held in pairs.values() for pair in held]
-    test = mcnemar([a for a, _ in flat], [b for _, b in flat])
+def against(outcomes: Outcomes, other: str) -> dict[str, Any]:
+    """Compare FedNL with a condition on the same rows: rows are drawn within seeds."""
+    pairs: dict[int, dict[str, list[tuple[bool, bool]]]] = {}
+    for (seed, name), row in outcomes["fednl"].items():
+        pair = (row["correct"], outcomes[other][seed, name]["correct"])
+        pairs.setdefault(seed, {}).setdefault(row["client"], []).append(pair)
+    interval = seeded_bootstrap(
+        [[[float(a) - float(b) for a, b in held] for held in of.values()] for of in pairs.values()],
+        seed=0,
+    )
+    parted = []
+    for of in pairs.values():
+        ours, theirs = zip(*(pair for held in of.values() for pair in held), strict=True)
+        test = mcnemar(ours, theirs)
+        parted.append(f"{test.only_a}:{test.only_b} (p = {test.p:.2g})")
     return {
         "difference": round(interval.value, 4),
         "low": round(interval.low, 4),
         "high": round(interval.high, 4),
-        "only_fednl": test.only_a,
-        "only_other": test.only_b,
-        "p": test.p,
+        "mcnemar": ", ".join(parted),
     }
 
 

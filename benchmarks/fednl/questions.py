@@ -115,21 +115,21 @@ def table(given: argparse.Namespace) -> None:
     methods = [m for m in METHODS if all((m, s) in found for s in given.seeds)]
     chance = mean(1 / r["choices"] for r in all_rows(found[methods[0], given.seeds[0]]))
     print(f"{len(given.seeds)} seeds; chance {chance:.3f} over rows\n")
-    print("| method | accuracy | letter CE | drop | MB | steps | - FedAvg, accuracy | Holm p |")
+    print("| method | accuracy | letter CE | drop | MB | steps | less FedAvg's accuracy | Holm p |")
     print("| --- " * 8 + "|")
     versus = {m: against(found, m, given.seeds) for m in methods if m != "fedavg"}
-    adjusted = dict(zip(versus, holm([v["p"] for v in versus.values()]), strict=True))
+    adjusted = worst_adjusted(versus)
     summary: dict[str, Any] = {}
     for method in methods:
         runs = [found[method, seed] for seed in given.seeds]
         summary[method] = row = {
             "accuracy": round(mean(macro(r, "correct") for r in runs), 4),
             "letter_ce": round(mean(macro(r, "letter_ce") for r in runs), 4),
-            "drop": round(mean(drop(r) for r in runs), 4),
+            "drop": dropped(runs),
             "megabytes": round(mean(r["bytes"] for r in runs) / 1e6, 2),
             "steps": round(mean(r["steps"] for r in runs)),
         }
-        cells = [str(value) for value in row.values()]
+        cells = [told(value) for value in row.values()]
         if method in versus:
             v = versus[method]
             summary[method] |= v
@@ -147,19 +147,34 @@ def macro(result: dict[str, Any], measure: str) -> float:
     return mean(mean(float(row[measure]) for row in rows) for rows in result["rows"].values())
 
 
-def drop(result: dict[str, Any]) -> float:
-    """Return how much better clients were before averaging, in accuracy, macro over them."""
+def drops(result: dict[str, Any]) -> list[float]:
+    """Return by how much each client was more accurate before averaging than after."""
     local, after = result["accuracy_of"]["local"], result["accuracy_of"]["evaluate"]
-    pairs = [local[p] - after[p] for p in local if p in after]
-    return mean(pairs) if pairs else float("nan")
+    return [local[p] - after[p] for p in local if p in after]
 
 
-def against(found: dict[Any, Any], method: str, seeds: Sequence[int]) -> dict[str, float]:
-    """Compare a method with FedAvg on the same rows of the same seeds."""
-    differences, ours, theirs = [], [], []
+def dropped(runs: Sequence[dict[str, Any]]) -> list[float] | None:
+    """Return the mean drop with an interval over seeds and clients; none if nobody averages."""
+    by_seed = [[drops(run)] for run in runs]
+    if not all(clients[0] for clients in by_seed):
+        return None
+    interval = seeded_bootstrap(by_seed, seed=0)
+    return [round(x, 4) for x in (interval.value, interval.low, interval.high)]
+
+
+def told(value: Any) -> str:
+    """Write a cell: a number, or a mean with its interval."""
+    if isinstance(value, list):
+        return "{:+.3f} [{:+.3f}, {:+.3f}]".format(*value)
+    return "-" if value is None else str(value)
+
+
+def against(found: dict[Any, Any], method: str, seeds: Sequence[int]) -> dict[str, Any]:
+    """Compare a method with FedAvg on the same rows, which are drawn within seeds."""
+    differences, tests = [], []
     for seed in seeds:
         mine, base = found[method, seed]["rows"], found["fedavg", seed]["rows"]
-        by_client = []
+        by_client, ours, theirs = [], [], []
         for client, rows in mine.items():
             right = {row["row"]: row["correct"] for row in base[client]}
             pairs = [(row["correct"], right[row["row"]]) for row in rows]
@@ -167,13 +182,24 @@ def against(found: dict[Any, Any], method: str, seeds: Sequence[int]) -> dict[st
             ours += [a for a, _ in pairs]
             theirs += [b for _, b in pairs]
         differences.append(by_client)
+        tests.append(mcnemar(ours, theirs).p)
     interval = seeded_bootstrap(differences, seed=0)
     return {
         "value": round(interval.value, 4),
         "low": round(interval.low, 4),
         "high": round(interval.high, 4),
-        "p": mcnemar(ours, theirs).p,
+        "p_by_seed": [round(p, 5) for p in tests],
     }
+
+
+def worst_adjusted(versus: dict[str, dict[str, Any]]) -> dict[str, float]:
+    """Adjust each seed's tests for the number of methods; return each method's largest p.
+
+    A seed's rows are another seed's too, so the tests are not put together.
+    """
+    by_seed = zip(*(v["p_by_seed"] for v in versus.values()), strict=True)
+    adjusted = zip(*(holm(list(column)) for column in by_seed), strict=True)
+    return {method: max(ps) for method, ps in zip(versus, adjusted, strict=True)}
 
 
 def main() -> None:

@@ -92,6 +92,8 @@ class Place:
     """Tokens that the prompt was made to have: 1024, 2048, ..."""
     distance: int
     """Tokens from what is asked for to where the question begins."""
+    nearest: int
+    """Tokens from the last thing that could be asked for to there: no value is closer."""
 
 
 @dataclass(frozen=True)

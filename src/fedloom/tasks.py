@@ -99,8 +99,8 @@ def length(row: Lesson) -> int:
 
 
 def place_of(example: NeedleExample) -> Place:
-    """Say how long the prompt was made, and how far back its answer stands."""
-    return Place(depth=example.budget, distance=example.distance)
+    """Say how long the prompt was made, and how far back its answer and the last value stand."""
+    return Place(depth=example.budget, distance=example.distance, nearest=example.nearest)
 
 
 def score_needle(model: PreTrainedModel, row: EncodedNeedle, place: Place) -> RowScore:

@@ -167,6 +167,8 @@ def test_distance_and_depth_are_what_tokenising_says(made):
         text = list(encoded.prompt_ids)
         (start,) = [i for i in range(len(text)) if text[i : i + len(ids)] == ids]
         assert row.distance == encoded.context_tokens - (start + len(ids))
+        rest = row.context[row.starts[-1] + len(row.events[-1]) :]  # a byte is a token here
+        assert row.nearest == len(rest.encode()) <= row.distance
         # bos and the space before the event are tokens, too
         assert row.depth == pytest.approx((start - 1) / encoded.context_tokens, abs=2e-3)
 

@@ -64,6 +64,8 @@ class NeedleExample:
     """Tokens before that event as a share of the context's."""
     distance: int
     """Tokens from that event's end to the context's end, where the question follows."""
+    nearest: int
+    """Tokens from the last event's end to there: a window that is no longer holds no value."""
     tokens: int
     """Of the whole prompt with its options."""
 
@@ -262,11 +264,14 @@ def _example(
             f"the filler says a value of {NEEDLES[draft.kind]} row {draft.index} in {_TRIES} drawn"
             " places: expected running prose without the needles' values; use another niah.filler"
         )
-    start = woven.starts[story.asked]
+    start, ends = (
+        woven.starts[story.asked],
+        [s + len(t) for s, t in zip(woven.starts, texts, strict=True)],
+    )
     opening = len(letter_tokens(tokenizer).opening)
-    whole, before, after = (
+    whole, before, after, last = (
         opening + len(tokenizer.encode(woven.text[:end], add_special_tokens=False))
-        for end in (len(woven.text), max(0, start - 1), start + len(texts[story.asked]))
+        for end in (len(woven.text), max(0, start - 1), ends[story.asked], ends[-1])
     )
     return NeedleExample(
         kind=draft.kind,
@@ -285,6 +290,7 @@ def _example(
         asked=story.asked,
         depth=round(before / whole, 4),
         distance=whole - after,
+        nearest=whole - last,
         tokens=_count(draft, woven.text, tokenizer),
     )
 
