@@ -36,14 +36,15 @@ from fedloom.simulations.inprocess import run_in_process
 RECIPE = Path(__file__).parents[2] / "simulations" / "bigbench.toml"
 METHODS = ("fednl", *(name for name in BASELINES if name != "fed-mamba"))
 SHARED = {
-    "last_layers": 6,
+    "last_layers": 4,
     "train__keep_trunk": 4000,
-    "train__max_steps": 6,
+    "train__max_steps": 4,
+    "train__learning_rate": 2e-3,
     "rounds": 3,
     "data__max_train": 120,
-    "data__max_test": 60,
+    "data__max_test": 48,
     "data__test_share": 0.2,
-    "data__max_tokens": 160,
+    "data__max_tokens": 128,
     "evaluation__every": 3,
 }
 

@@ -113,8 +113,8 @@ class MemoryConfig:
     match_rms: bool = True
     """Rescale the memory's output to the softmax branch's RMS, token by token."""
     window: int = 0
-    """Softmax branch sees so many tokens back; 0 is full attention. With ``last-layers`` set, the
-    layers below keep theirs. A layer that slides a shorter window of its own keeps that."""
+    """Softmax branch sees so many tokens back, in every layer, adapted or not; 0 is full
+    attention. A layer that slides a shorter window of its own keeps that."""
     sinks: int = 0
     """With a window, so many first tokens of each sequence stay in sight (arXiv 2309.17453)."""
     chunk: int = 64
