@@ -141,6 +141,19 @@ def test_a_stream_carries_the_memory_along(chunk):
             stream_cross_entropy(model, ids, chunk=3, cache=DynamicCache(config=model.config))
 
 
+def test_a_mamba_is_not_read_in_pieces_that_it_would_forget():
+    model = tiny.build("mamba").eval().requires_grad_(False)
+    with pytest.raises(ValueError, match="all 39 at once"):
+        stream_cross_entropy(model, text(40), chunk=8)
+    ids = text(40)
+    with torch.no_grad():
+        logits = model(torch.tensor([ids]), use_cache=False).logits[0, :-1]
+    whole = F.cross_entropy(logits, torch.tensor(ids[1:]))
+    assert stream_cross_entropy(model, ids, chunk=39).nats == pytest.approx(
+        [float(whole)], rel=1e-5
+    )
+
+
 def test_curves_of_texts_of_any_length_add_up():
     total = StreamCurve(10, (20.0, 6.0), (10, 4)) + StreamCurve(10, (10.0,), (10,))
     assert total == StreamCurve(10, (30.0, 6.0), (20, 4))

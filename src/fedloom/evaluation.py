@@ -286,6 +286,9 @@ def stream_cross_entropy(
             f"{len(ids)} tokens, chunk {chunk}, bins of {bin_tokens}: expected at least two"
             " tokens, and one token a chunk and a bin"
         )
+    if model.config.model_type == "mamba" and chunk < len(ids) - 1:
+        # transformers' Mamba reads several tokens at once from an empty state only
+        raise ValueError(f"chunk {chunk}: expected a Mamba to read all {len(ids) - 1} at once")
     device = model.get_output_embeddings().weight.device
     text = torch.tensor([list(ids)], device=device)
     kept = DynamicCache(config=model.config) if cache is None else cache

@@ -32,7 +32,7 @@ def converted(sha256: str, provide: Callable[[Path], Path]) -> Path:
     Refusal
         If transformers cannot read the file.
     """
-    folder = archives.cache_dir() / "models" / f"gguf-{sha256[:16]}-float16"
+    folder = folder_of(sha256)
     if folder.is_dir():
         return folder
     with archives.locked(folder.with_name(folder.name + ".lock")):
@@ -45,6 +45,11 @@ def converted(sha256: str, provide: Callable[[Path], Path]) -> Path:
             shutil.rmtree(source)
             os.replace(target, folder)  # whole or not at all
     return folder
+
+
+def folder_of(sha256: str) -> Path:
+    """Return where the converted file is, or would be."""
+    return archives.cache_dir() / "models" / f"gguf-{sha256[:16]}-float16"
 
 
 def check_magic(path: Path) -> None:

@@ -87,6 +87,20 @@ def locate(source: Source) -> Location:
     return Location(folder, *hashes)
 
 
+def find_local(source: Source) -> Path | None:
+    """Return a model's folder if it is on this machine already; nothing is fetched."""
+    if source.kind == "embedded":
+        folder = gguf.folder_of(embedded.EMBEDDED[source.name].sha256)
+    elif source.kind == "gguf":
+        path = _path(source.name)
+        folder = gguf.folder_of(fingerprints.file_hash(path)) if path.is_file() else path
+    elif source.kind == "hub":
+        folder = _hub_cached(source.name)
+    else:
+        folder = _path(source.name)
+    return folder if (folder / "config.json").is_file() else None
+
+
 @functools.cache
 def load_tokenizer(source: str) -> Tokenizer:
     """Return a model's tokenizer, the same object at each call, without loading the model.
@@ -169,6 +183,14 @@ def _hub(name: str) -> Path:
             f" {EXAMPLES['embedded']} or path:DIR"
         ) from error
     return Path(folder)
+
+
+def _hub_cached(name: str) -> Path:
+    from huggingface_hub import try_to_load_from_cache
+
+    repository, _, revision = name.partition("@")
+    found = try_to_load_from_cache(repository, "config.json", revision=revision or None)
+    return Path(found).parent if isinstance(found, str) else Path(name)
 
 
 def _check_folder(source: Source, folder: Path) -> None:
