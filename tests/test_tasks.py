@@ -71,6 +71,18 @@ def test_a_lesson_asks_for_every_value_or_lists_options_never_both(needles):
         assert ("option" in asked) == (len(values) == 1)
 
 
+def test_primers_grow_to_their_most_filler(needles):
+    flat = task_of(needles)
+    grown = task_of(needles.replaced(niah__primer_tokens_max=240))
+
+    def primers(task):
+        return {row.index: row.tokens for row in task._train if row.index < 0}
+
+    before, after = primers(flat), primers(grown)
+    assert after[-1] == before[-1]
+    assert [after[i] - before[i] for i in (-2, -3)] == pytest.approx([80, 160], abs=20)
+
+
 def test_primers_ask_for_one_fact_and_then_for_more(needles):
     every = task_of(needles).lessons(1)
     primers = [row for row in every if len(said(row)) < 4 and "option" not in text_of(row)]
@@ -97,7 +109,7 @@ def test_a_curriculum_shares_the_rows_out_from_short_to_long(needles):
     assert len(flat) == 9
 
 
-def test_a_needles_score_is_that_of_its_four_answers_written_out(needles):
+def test_a_needles_score_is_that_of_its_four_values_written_out(needles):
     config = needles.replaced(memory__window=32, memory__gate_init=0.0)
     base = load_base(config.model.source)
     adapter = attach(base.model, config)

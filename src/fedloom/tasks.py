@@ -2,8 +2,8 @@
 """What a client does with its rows: which it learns from in a round, their loss, and their scores.
 
 Two tasks so far.  A question with choices is answered by one letter.  A needle is answered by a
-value that stands far back in the context, written out together with its letter: a row teaches all
-that can be asked of its context, and at the test the likeliest of the four answers counts.
+value that stands far back in the context: a row teaches all that can be asked of its context, and
+at the test the likeliest of the four values counts.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def place_of(example: NeedleExample) -> Place:
 
 
 def score_needle(model: PreTrainedModel, row: EncodedNeedle, place: Place) -> RowScore:
-    """Ask for the likeliest of the four answers, each a value of the haystack with its letter.
+    """Ask for the likeliest of the four options, each a value of the haystack.
 
     ``first_token_correct`` says whether the likeliest token of all begins the right value.
     """

@@ -121,6 +121,17 @@ def test_hooks_that_add_nothing_change_no_bit():
     assert same(ends[0], ends[2])
 
 
+def test_rates_fall_to_their_last_share():
+    """In round 2 of 3, at three quarters; a personal adapter after the last has the last's."""
+    falling = {"train__last_rate": 0.5, "rounds": 3}
+    for server_round, rate in ((1, 1e-2), (2, 7.5e-3), (3, 5e-3), (4, 5e-3)):
+        job = work(server_round, **falling)
+        plain = work(server_round, train__learning_rate=rate)
+        job.train()
+        plain.train()
+        assert same(job.adapter.arrays(), plain.adapter.arrays())
+
+
 def test_scaffolds_control_is_option_two_under_sgd():
     """With SGD the mean raw gradient is ``c_k - c + (theta - theta_k) / (K lr)``."""
     job, rate = work(), 0.05

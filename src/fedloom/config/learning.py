@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fedloom.config.checks import at_least, one_of
 from fedloom.errors import Refusal
@@ -26,6 +26,8 @@ class TrainConfig:
     learning_rate: float = 5e-4
     memory_learning_rate: float = 0.0
     """For gates and taps; 0 uses ``learning-rate``."""
+    last_rate: float = 1.0
+    """Both rates fall evenly over the rounds, to this share in the last one; 1 keeps them."""
     weight_decay: float = 0.0
     clip_norm: float = 1.0
     """Clip the gradient's norm over all trainable arrays; 0 does not clip."""
@@ -53,6 +55,22 @@ class TrainConfig:
         at_least("train.memory-learning-rate", self.memory_learning_rate, 0)
         if not self.learning_rate > 0:
             raise Refusal(f"train.learning-rate = {self.learning_rate}: expected a positive number")
+        if not 0 < self.last_rate <= 1:
+            raise Refusal(f"train.last-rate = {self.last_rate}: expected above 0 and at most 1")
+
+    def in_round(self, server_round: int, rounds: int) -> TrainConfig:
+        """Return the settings with the rates of one round; a later one has the last round's.
+
+        >>> TrainConfig(learning_rate=1.0, last_rate=0.5).in_round(2, 3).learning_rate
+        0.75
+        """
+        gone = min(server_round - 1, rounds - 1) / max(rounds - 1, 1)
+        share = 1 - gone * (1 - self.last_rate)
+        return replace(
+            self,
+            learning_rate=share * self.learning_rate,
+            memory_learning_rate=share * self.memory_learning_rate,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -96,6 +96,8 @@ class NiahConfig:
     ``train.curriculum`` they come first, and the memory learns to find one fact before four."""
     primer_tokens: int = 96
     """Tokens of filler in such a row; more than the window, or attention answers."""
+    primer_tokens_max: int = 0
+    """Tokens of filler in the last such row, growing evenly; 0 keeps ``niah.primer-tokens``."""
     test_rows: int = 8
     """Test rows a client for each of ``test-tokens``; FedNL has 5."""
     test_tokens: str = "512,1024,2048"
@@ -116,6 +118,8 @@ class NiahConfig:
             at_least(key, count, 1)
         at_least("niah.primer-rows", self.primer_rows, 0)
         at_least("niah.train-tokens-max", self.train_tokens_max, self.train_tokens_min)
+        if self.primer_tokens_max:
+            at_least("niah.primer-tokens-max", self.primer_tokens_max, self.primer_tokens)
         _check_rising("niah.kinds", self.kinds, sorted(self.kind_names), "names that differ")
         _check_rising("niah.test-tokens", self.test_tokens, self.test_lengths, "rising lengths")
         at_least("niah.test-tokens", self.test_lengths[0], 1)

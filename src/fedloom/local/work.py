@@ -49,7 +49,7 @@ class Work:
 
     def train(self, purpose: str = "training", hooks: Sequence[StepHook] = ()) -> TrainingReport:
         """Run the one local training loop on the adapter as it stands."""
-        config = self.config.train
+        config = self.config.train.in_round(self.round, self.config.rounds)
         if self.steps:
             config = replace(config, max_steps=self.steps)
         if purpose != "training":  # FedProx's pull is for what is sent

@@ -62,7 +62,7 @@ class EncodedNeedle(Encoded):
     stem_ids: tuple[int, ...]
     """How every answer begins after the cue: the words that stood before the value."""
     answer_ids: tuple[tuple[int, ...], ...]
-    """Each option's answer after the stem: the value, and the letter it is listed under."""
+    """Each option's value as it follows the stem."""
 
     def name(self) -> str:
         """Identify the row by its tokens: 16 hex digits of a SHA-256."""
@@ -127,8 +127,7 @@ def encode_needle(example: Asks, tokenizer: Encodes) -> EncodedNeedle:
         context_tokens=len(ids(example.context)),
         stem_ids=stem,
         answer_ids=tuple(
-            _after_stem(example.stem, answer(option, letter), tokenizer)
-            for option, letter in zip(example.options, LETTERS, strict=False)
+            _after_stem(example.stem, option, tokenizer) for option in example.options
         ),
     )
 
