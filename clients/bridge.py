@@ -15,6 +15,7 @@ from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 
 from fedloom import border
+from fedloom.errors import Refusal
 
 ClientFn = Callable[[Context], NumPyClient]
 
@@ -33,12 +34,25 @@ class AdapterClient(NumPyClient):
         self.array_names: list[str] = []
 
 
-def serve(app: ClientApp, client_fn: ClientFn, *, action: str = "default") -> None:
+def partition_of(context: Context) -> int:
+    """Return which share of the data a node was started for."""
+    if "partition-id" not in context.node_config:
+        raise Refusal(
+            "this node's config has no partition-id: start it with --node-config"
+            ' "partition-id=0 num-partitions=5"'
+        )
+    return int(context.node_config["partition-id"])
+
+
+def serve(
+    app: ClientApp, client_fn: ClientFn, *, action: str = "default", queries: bool = True
+) -> None:
     """Register a client's work on ``app``.
 
-    ``train.<action>`` is ``fit`` and ``evaluate.<action>`` is ``evaluate``; ``query.properties``
-    is ``get_properties`` and ``query.initial_adapter`` is ``get_parameters`` with the properties
-    that belong to it.  An exception becomes an error reply with its traceback.
+    ``train.<action>`` is ``fit`` and ``evaluate.<action>`` is ``evaluate``; with ``queries``,
+    ``query.properties`` is ``get_properties`` and ``query.initial_adapter`` is ``get_parameters``
+    with the properties that belong to it: one client of an app answers these.  An exception becomes
+    an error reply with its traceback.
 
     Examples
     --------
@@ -54,6 +68,11 @@ def serve(app: ClientApp, client_fn: ClientFn, *, action: str = "default") -> No
     def evaluate(message: Message, context: Context) -> Message:
         return _answer(message, context, client_fn, _evaluate)
 
+    if queries:
+        _serve_queries(app, client_fn)
+
+
+def _serve_queries(app: ClientApp, client_fn: ClientFn) -> None:
     @app.query("properties")
     def properties(message: Message, context: Context) -> Message:
         return _answer(message, context, client_fn, _properties)

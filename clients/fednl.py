@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from fedloom import __version__, border, seeds
 from fedloom.adapters.lora import narrow, redraw
-from fedloom.clients.bridge import AdapterClient
+from fedloom.clients.bridge import AdapterClient, partition_of
 from fedloom.clients.workbench import Workbench, device, visible_gpus, workbench
 from fedloom.config import RunConfig
 from fedloom.errors import Refusal
@@ -46,12 +46,7 @@ class FedNLClient(AdapterClient):
         super().__init__()
         self.context = context
         self.config = RunConfig.from_flower(context.run_config)
-        if "partition-id" not in context.node_config:
-            raise Refusal(
-                "this node's config has no partition-id: start it with --node-config"
-                ' "partition-id=0 num-partitions=5"'
-            )
-        self.partition_id = int(context.node_config["partition-id"])
+        self.partition_id = partition_of(context)
 
     def get_properties(self, config: dict[str, Any]) -> dict[str, Any]:
         """Say what this node holds; only with ``adapter`` in ``config`` is a model loaded."""

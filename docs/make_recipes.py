@@ -33,8 +33,8 @@ we have not run them, and no figure of ours comes from them.
 | `fednl-mmlu-llama-3.2-1b` | Llama-3.2-1B | MMLU, five clients | rank 32, alpha 64 | 5e-5 |
 | `fednl-niah-llama-3.2-1b` | Llama-3.2-1B | needles in WikiText, seven clients, 1K to 16K tokens | rank 16, alpha 32 | 3e-4 |
 
-On two cores: `fednl` (MMLU's packaged questions), `bigbench` (five clients of hundreds of questions) and
-`niah` (seven clients of needles).
+On two cores: `fednl` (MMLU's packaged questions), `bigbench` (five clients of hundreds of questions),
+`niah` (seven clients of needles), `faast` (sentences of three shops) and `faast-digits` (100 clients).
 
 The Fed-Mamba row of its table is another backbone with LoRA and no memory; `baseline = "fed-mamba"` sets
 the model, `memory.enabled = false` and `lora.targets = "in,x,out"` (`model.source = "tiny:mamba"` is
@@ -66,7 +66,7 @@ gpus = 0.2
 FOOT = """
 ## Starting weights
 
-Every node begins with fresh adapters on the base model (`B = 0`, gates at `memory.gate-init`); there is no
+Under FedNL every node begins with fresh adapters on the base model (`B = 0`, gates at `memory.gate-init`); there is no
 warm-up that would show one method more data than another.
 """
 

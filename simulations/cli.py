@@ -21,7 +21,7 @@ import fedloom
 from fedloom.config import RunConfig
 from fedloom.errors import Refusal
 from fedloom.flat import Scalar
-from fedloom.simulations import data_cli, doctor_cli, generate_cli, state_cli
+from fedloom.simulations import data_cli, doctor_cli, forget_cli, generate_cli, state_cli
 
 app = typer.Typer(
     name="fedloom",
@@ -36,6 +36,7 @@ app.add_typer(data_cli.app, name="data")
 app.command()(generate_cli.generate)
 app.command()(doctor_cli.doctor)
 app.add_typer(state_cli.app, name="state")
+app.add_typer(forget_cli.app, name="faast")
 
 Recipe = Annotated[str, typer.Argument(help="TOML recipe: a file, or the name of a packaged one.")]
 Settings = Annotated[

@@ -1,10 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ClientApp: Flower routes each message by its action to the method's client."""
+"""The ClientApp: Flower routes each message by its action to the method's client.
 
+Each method's client is imported when its first message comes: a node that only sums keys of a light
+encoder loads neither peft nor a language model's code.
+"""
+
+from collections.abc import Callable
+
+from flwr.app import Context
+from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 
 from fedloom.clients.bridge import serve
-from fedloom.clients.fednl import FedNLClient
+from fedloom.errors import Refusal
+
+
+def _fednl(context: Context) -> NumPyClient:
+    from fedloom.clients.fednl import FedNLClient
+
+    return FedNLClient(context)
+
+
+def _faast(context: Context) -> NumPyClient:
+    from fedloom.clients.faast import FAASTClient
+
+    return FAASTClient(context)
+
+
+CLIENTS: dict[str, Callable[[Context], NumPyClient]] = {"fednl": _fednl, "faast": _faast}
+
+
+def _named(context: Context) -> NumPyClient:
+    """Return the client of the recipe's method: for questions that are no method's own."""
+    method = str(context.run_config.get("method", "fednl"))
+    if method not in CLIENTS:
+        raise Refusal(f'method = "{method}": expected one of {", ".join(CLIENTS)}')
+    return CLIENTS[method](context)
+
 
 app = ClientApp()  # a plain assignment: Flower looks for it by syntax
-serve(app, FedNLClient, action="fednl")
+for _action, _client in CLIENTS.items():
+    serve(app, _client, action=_action, queries=False)
+serve(app, _named)

@@ -20,6 +20,7 @@ from fedloom.config import RunConfig
 from fedloom.errors import Refusal
 from fedloom.intervals import Interval, worst_decile
 from fedloom.rules import without_controls
+from fedloom.simulations.fast_facts import FastFacts, fast_facts
 from fedloom.simulations.scores import (
     FOUR,
     MEASURES,
@@ -101,6 +102,8 @@ class ReportData:
     environment: dict[str, str]
     notes: tuple[str, ...]
     """What a reader must know before comparing columns."""
+    fast: FastFacts | None = None
+    """FAAST's solution, if that was the method."""
 
     @property
     def succeeded(self) -> bool:
@@ -119,6 +122,23 @@ class ReportData:
             compared=len(found),
             lower=sum(at.value < chance for at, chance in found),
             apart=sum(at.high < chance for at, chance in found),
+        )
+
+    @property
+    def raised_accuracy(self) -> Lowered:
+        """In how many clients the federated accuracy is above the frozen one."""
+        found = [
+            (c.scores["frozen"].measured["accuracy"], c.scores["federated"].measured["accuracy"])
+            for c in self.clients
+            if all(
+                how in c.scores and "accuracy" in c.scores[how].measured
+                for how in ("frozen", "federated")
+            )
+        ]
+        return Lowered(
+            compared=len(found),
+            lower=sum(ours.value > base.value for base, ours in found),
+            apart=sum(ours.low > base.high for base, ours in found),
         )
 
     @property
@@ -217,6 +237,7 @@ def report_data(folder: Path) -> ReportData:
         aggregation_errors=errors,
         environment=dict(_flat(_json(folder / "environment.json"))),
         notes=tuple(_notes(clients, manifest if _sent_whole(config) else None, traffic)),
+        fast=fast_facts(config, events),
     )
 
 
@@ -259,6 +280,8 @@ def _client(
 
 
 def _parameters(manifest: Manifest | None) -> dict[str, int]:
+    if manifest and manifest.method == "faast":
+        return {"fast weights": sum(math.prod(shape) for shape, _ in manifest.arrays.values())}
     counts = {"LoRA": 0, "memory": 0}
     for name, (shape, _) in without_controls(manifest.arrays if manifest else {}).items():
         group = "memory" if ".memory." in f".{name}" else "LoRA"
@@ -270,6 +293,8 @@ def _sent_whole(config: RunConfig | None) -> bool:
     """Whether every training message carries just the manifest's arrays."""
     if config is None:
         return True
+    if config.method == "faast":  # sums go up, weights go down
+        return False
     parts = config.server.rule in ("flora", "fedex", "rolora") or config.lora.own_ranks()
     return not parts
 

@@ -66,21 +66,23 @@ class RunFolder:
         """Write the adapter so that plain peft loads its LoRA; return the digest of all arrays.
 
         The memory's and the side adapter's arrays, which peft does not know, lie in files of their
-        own: ``adapters.side`` loads them.
+        own: ``adapters.side`` loads them.  FAAST's are ``weights``, which peft has no part in.
         """
         digest = arrays_digest(without_controls(arrays))
         about = {"manifest": manifest.digest(), "base": manifest.base, "fedloom": __version__}
         own = without_controls(arrays)  # SCAFFOLD's controls are the server's, no adapter's
         lora = {name: array for name, array in own.items() if ".lora_" in name}
         side = {name: array for name, array in own.items() if is_side_array(name)}
-        memory = {n: array for n, array in own.items() if n not in lora.keys() | side.keys()}
+        rest = {n: array for n, array in own.items() if n not in lora.keys() | side.keys()}
+        others = "weights" if manifest.method == "faast" else "memory"
         folder = self.path / "adapter"
         folder.mkdir(exist_ok=True)
-        for file, part in (("adapter_model", lora), ("memory", memory), ("side", side)):
+        for file, part in (("adapter_model", lora), (others, rest), ("side", side)):
             if part:
                 data = save(part, metadata={**about, "format": "pt", "digest": digest})
                 _replace(folder / f"{file}.safetensors", data)
-        _replace(folder / "adapter_config.json", peft.encode())
+        if peft:
+            _replace(folder / "adapter_config.json", peft.encode())
         _replace(folder / "digest.txt", f"{digest}\n".encode())
         return digest
 

@@ -174,6 +174,11 @@ def plain_lines(event: Event, picture: Picture) -> list[str]:
             return [", ".join(facts)]
         case "nodes":
             return [_node_line(node, picture) for node in picture.nodes]
+        case "adapter" if "keys" in event:
+            widths = f"{event['keys']} x {event.get('classes')} fast weights"
+            return [f"{widths}; {size(int(event.get('bytes', 0)))} of sums from each client"]
+        case "choice":
+            return [f"{where}: {_choice(event)}"]
         case "adapter":
             counts = f"{event.get('lora', 0):,} of LoRA, {event.get('memory', 0):,} of memory"
             return [f"trainable: {counts}; {size(int(event.get('bytes', 0)))} up at most"]
@@ -198,6 +203,9 @@ def round_facts(row: Event) -> list[str]:
     facts = [f"train loss {row['train-loss']:.3f}"] if _has(row, "train-loss") else []
     facts += [f"gold CE {row['gold-ce']:.3f}"] if _has(row, "gold-ce") else []
     facts += [f"accuracy {row['accuracy']:.1%}"] if _has(row, "accuracy") else []
+    facts += [f"alpha {row['alpha']:g}"] if _has(row, "alpha") else []
+    facts += [f"rank {row['rank']:.0f}"] if _has(row, "rank") else []
+    facts += [f"{row['rows']:.0f} rows summed"] if _has(row, "rows") else []
     facts += [f"{size(row['bytes-down'])} down"] if _has(row, "bytes-down") else []
     facts += [f"{size(row['bytes-up'])} up"] if _has(row, "bytes-up") else []
     facts += [f"agg error {row['agg-error']:.2g}"] if _has(row, "agg-error") else []
@@ -274,6 +282,14 @@ def _reply(event: Event) -> str:
     facts = [f"answered {event.get('phase')}"]
     facts += [f"in {duration(event['seconds'])}"] if _has(event) else []
     return " ".join(facts) + (f", loss {event['loss']:.3f}" if _has(event, "loss") else "")
+
+
+def _choice(event: Event) -> str:
+    taken = event.get("taken", {})
+    prior = f", N0 {taken['prior']:g}" if taken.get("prior") else ""
+    told = f"alpha {taken.get('alpha')}{prior} of {len(event.get('solutions', ()))} solutions"
+    scored = f", {taken['accuracy']:.1%} right" if _has(taken, "accuracy") else ""
+    return f"{told} taken on {event.get('rows', 0):.0f} validation rows{scored}"
 
 
 def _when(event: Event) -> float:

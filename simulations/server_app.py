@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ServerApp: roll call, one node's initial adapter, the method's rounds, the run's folder.
 
-The server needs neither torch nor the language model: what it must know of the adapter comes from
+The server needs neither torch nor the frozen model: what it must know of the adapter comes from
 one node, which makes the same bytes as any other node would with this seed.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from flwr.app import Context, Message
@@ -17,15 +16,15 @@ from numpy.typing import NDArray
 from fedloom import __version__, border
 from fedloom.config import RunConfig
 from fedloom.errors import Refusal
-from fedloom.rules import without_controls
 from fedloom.simulations.folder import RunFolder
 from fedloom.strategies.adapter_strategy import AdapterStrategy
+from fedloom.strategies.faast import FAAST
 from fedloom.strategies.fednl import FedNL
 from fedloom.strategies.journal import Journal
 from fedloom.strategies.roster import ReplyStream, Roster, roll_call, wait_for_nodes
 from fedloom.wire import Manifest
 
-STRATEGIES: dict[str, type[AdapterStrategy]] = {"fednl": FedNL}
+STRATEGIES: dict[str, type[AdapterStrategy]] = {"fednl": FedNL, "faast": FAAST}
 
 app = ServerApp()  # a plain assignment: Flower looks for it by syntax
 
@@ -63,7 +62,7 @@ def run(grid: ReplyStream, config: RunConfig, folder: RunFolder, journal: Journa
     _announce(roster, journal)
     arrays, manifest, peft = _initial_adapter(grid, roster, journal)
     folder.keep_manifest(manifest)
-    journal.event("adapter", **_sizes(manifest))
+    journal.event("adapter", **STRATEGIES[config.method].sizes(manifest))
 
     def keep(server_round: int, averaged: dict[str, NDArray[Any]]) -> None:
         folder.keep_adapter(averaged, manifest, peft)
@@ -88,25 +87,17 @@ def _roster(grid: ReplyStream, config: RunConfig, journal: Journal) -> Roster:
     return roster
 
 
-def _sizes(manifest: Manifest) -> dict[str, int]:
-    """Count trainable parameters by group, and the bytes that an adapter's arrays take."""
-    counts = {"lora": 0, "memory": 0}
-    for name, (shape, _) in without_controls(manifest.arrays).items():
-        counts["memory" if ".memory." in name else "lora"] += math.prod(shape)
-    return {**counts, "bytes": manifest.nbytes()}
-
-
 def _check_agreement(config: RunConfig, roster: Roster) -> None:
     """Refuse nodes that mean another run, model, data or version than the others."""
     first = roster.properties[roster.partitions[0]]
     expected = {
         "version": __version__,
         "recipe": config.digest(),
-        **{key: first[key] for key in ("base", "tokenizer", "data")},
+        **{key: first[key] for key in ("base", "tokenizer", "values", "data") if key in first},
     }
     for partition in roster.partitions:
         for key, wanted in expected.items():
-            came = roster.properties[partition][key]
+            came = roster.properties[partition].get(key, "")
             if came != wanted:
                 raise Refusal(
                     f"partition {partition} ({roster.name(partition)}) differs in {key}:"

@@ -8,6 +8,7 @@ a bad client, keeps the byte ledger, and folds each reply when it arrives.
 
 from __future__ import annotations
 
+import math
 import uuid
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
@@ -57,6 +58,8 @@ class AdapterStrategy(Strategy):
 
     action = "default"
     """Flower's action name: messages are ``train.<action>`` and ``evaluate.<action>``."""
+    train_metrics: tuple[str, ...] = ("loss",)
+    """Metrics that every training reply must have, besides its number of examples."""
 
     def __init__(
         self,
@@ -91,8 +94,25 @@ class AdapterStrategy(Strategy):
         """Return what a client's trained arrays are held against, or override."""
         return self.manifest
 
+    def read_update(self, server_round: int, partition: int, records: RecordDict) -> Update:
+        """Read a training reply, or override; a ``Refusal`` names the client and drops it."""
+        expected = self.expected_reply(server_round, partition)
+        return border.update_of(records, expected, partition)
+
+    @classmethod
+    def sizes(cls, manifest: Manifest) -> dict[str, int]:
+        """Count trainable parameters by group, and the bytes that one reply's arrays take."""
+        counts = {"lora": 0, "memory": 0}
+        for name, (shape, _) in without_controls(manifest.arrays).items():
+            counts["memory" if ".memory." in name else "lora"] += math.prod(shape)
+        return {**counts, "bytes": manifest.nbytes()}
+
     def train_config(self, server_round: int) -> dict[str, Scalar]:
         """Return what a client is told besides the arrays; override to add a method's own keys."""
+        return self._round_config(server_round)
+
+    def evaluate_config(self, server_round: int) -> dict[str, Scalar]:
+        """Return what a client that scores is told; override to add a method's own keys."""
         return self._round_config(server_round)
 
     def _round_config(self, server_round: int) -> dict[str, Scalar]:
@@ -155,23 +175,35 @@ class AdapterStrategy(Strategy):
         controls = ControlSum(self._sent, len(self.roster.nodes))
         updates = controls.set_aside(self._updates(server_round, replies, rows))
         first = next(updates, None)
-        folded = None
+        folded = dict(self._sent)
         if first is not None:
             made = self.fold(chain([first], updates), without_controls(self._sent))
             folded = {**made, **controls.moved()}
         self._report_missing(server_round, "train")
-        pooled = self.config.local.method == "pooled"
-        needed = 1 if pooled else self.config.sampling.min_nodes
-        if folded is None or len(rows) < needed:
+        if (come := self.usable(len(rows))) < self._needed():
             raise AggregationError(
-                f"round {server_round}: {len(rows)} usable replies, at least {needed} are needed"
+                f"round {server_round}: {come} usable replies, at least {self._needed()} are needed"
             )
+        folded = self.settle(server_round, folded)
         if self._keep is not None:
             self._keep(server_round, folded)
         self._keep_rows(rows)
+        if "loss" not in self.train_metrics:
+            return border.pack_arrays(folded), None
         weights = [row[border.WEIGHT] for row in rows]
         self._train_loss = float(np.average([row["loss"] for row in rows], weights=weights))
         return border.pack_arrays(folded), border.numbers({"train-loss": self._train_loss})
+
+    def usable(self, come: int) -> int:
+        """Count what a round can build on: its good replies, or override."""
+        return come
+
+    def _needed(self) -> int:
+        return 1 if self.config.local.method == "pooled" else self.config.sampling.min_nodes
+
+    def settle(self, server_round: int, folded: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+        """Return what is kept and scored once all replies are in: the fold itself, or override."""
+        return folded
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -182,7 +214,7 @@ class AdapterStrategy(Strategy):
             self._announce_round(server_round, [])
             return []
         self._grid = grid
-        told = {**config, **self._round_config(server_round)}
+        told = {**config, **self.evaluate_config(server_round)}
         everyone = self.roster.partitions
         scored = ArrayRecord(without_controls(arrays))  # scores need no control
         return self._messages("evaluate", "evaluate", server_round, everyone, scored, told)
@@ -225,9 +257,8 @@ class AdapterStrategy(Strategy):
         self, server_round: int, replies: Iterable[Message], rows: list[dict[str, Any]]
     ) -> Iterator[Update]:
         def read(partition: int, records: RecordDict) -> Update:
-            expected = self.expected_reply(server_round, partition)
-            update = border.update_of(records, expected, partition)
-            metrics = border.checked_metrics(records, ("loss",))
+            update = self.read_update(server_round, partition, records)
+            metrics = border.checked_metrics(records, self.train_metrics)
             rows.append(self._row(server_round, "train", partition, metrics))
             return update
 

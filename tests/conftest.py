@@ -14,6 +14,7 @@ from fedloom.clients.workbench import release
 from fedloom.config import RunConfig
 from fedloom.data import mmlu
 from fedloom.data.niah.words import WordLists, load_words
+from fedloom.flat import kebab
 
 import hay
 
@@ -60,6 +61,30 @@ def recipe(questions: Path, tmp_path: Path) -> Callable[..., RunConfig]:
             "memory__chunk": 16,
         }
         return RunConfig().replaced(**{**small, **changes})
+
+    return build
+
+
+@pytest.fixture
+def digits(tmp_path: Path) -> Callable[..., RunConfig]:
+    """``digits(clients__count=9)``: FAAST over handwritten digits, whose pixels are the keys."""
+
+    def build(**changes: bool | int | float | str) -> RunConfig:
+        small = {
+            "method": "faast",
+            "name": "faast",
+            "rounds": 1,
+            "data__task": "classes",
+            "data__source": "packaged:digits",
+            "data__split": "dirichlet",
+            "data__min_test": 1,
+            "faast__encoder": "pixels",
+            "output": str(tmp_path),
+            "model__device": "cpu",
+        }
+        flat = {**small, **changes}
+        # All at once: method and task stand or fall together.
+        return RunConfig.from_flat({kebab(k.replace("__", ".")): v for k, v in flat.items()})
 
     return build
 

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fedloom.config import RunConfig
-from fedloom.data import partition
+from fedloom.data import dealing, partition
+from fedloom.data.dealing import Item
 from fedloom.data.niah.encode import encode_needle
 from fedloom.data.niah.examples import NeedleExample, needle_holdings
 from fedloom.data.partition import Partition
@@ -19,7 +20,7 @@ from fedloom.data.prompts import Encoded, Encodes, encode_question
 from fedloom.data.questions import Question
 from fedloom.models.sources import load_tokenizer
 
-Example = Question | NeedleExample
+Example = Question | NeedleExample | Item
 
 
 def holdings(config: RunConfig) -> tuple[Sequence[Example], Partition]:
@@ -33,6 +34,8 @@ def holdings(config: RunConfig) -> tuple[Sequence[Example], Partition]:
     """
     if config.data.task == "mmlu":
         return partition.holdings(config.data, config.seed)
+    if config.data.task == "classes":
+        return dealing.holdings(config.data, config.seed, config.clients.count)
     tokenizer = load_tokenizer(config.model.source)
     rows, made = needle_holdings(config.niah, config.seed, tokenizer)
     if config.data.manifest:
@@ -40,8 +43,8 @@ def holdings(config: RunConfig) -> tuple[Sequence[Example], Partition]:
     return rows, made
 
 
-def encode(example: Example, tokenizer: Encodes, max_tokens: int = 0) -> Encoded:
-    """Encode a row of either task; only a question may lose its beginning."""
+def encode(example: Question | NeedleExample, tokenizer: Encodes, max_tokens: int = 0) -> Encoded:
+    """Encode a row for a language model; only a question may lose its beginning."""
     if isinstance(example, NeedleExample):
         return encode_needle(example, tokenizer)
     return encode_question(example, tokenizer, max_tokens)

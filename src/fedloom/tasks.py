@@ -22,6 +22,7 @@ from fedloom.data.niah import NeedleExample, encode_lesson
 from fedloom.data.niah.encode import EncodedNeedle
 from fedloom.data.partition import client_rows
 from fedloom.data.prompts import Encoded
+from fedloom.data.questions import Question
 from fedloom.evaluation import ChoiceScores, Place, RowScore, depth_sums, score_rows
 from fedloom.flat import kebab
 from fedloom.holdings import encode, holdings
@@ -45,7 +46,8 @@ class Task:
     def __init__(self, config: RunConfig, base: Base, partition: int) -> None:
         self.config, self.base = config, base
         examples, made = holdings(config)
-        self._train, self._test = client_rows(made, examples, partition)
+        rows = cast("Sequence[Question | NeedleExample]", examples)  # no recipe of ours has others
+        self._train, self._test = client_rows(made, rows, partition)
 
     def lessons(self, server_round: int) -> list[Lesson]:
         """Return what is learnt from in a round: all training rows, or the curriculum's share."""

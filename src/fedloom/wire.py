@@ -118,6 +118,9 @@ class Manifest:
     """Arrays that stay on the nodes; the server gets their start once, to save a whole adapter."""
     start: str = ""
     """SHA-256 over the start of ``kept``: the same on every node."""
+    values: str = ""
+    """SHA-256 over classes, the table of their values and the preprocessing, where sums are of
+    labelled rows: they may be added only if these are the same."""
 
     @classmethod
     def of(
@@ -129,10 +132,12 @@ class Manifest:
         base: str,
         tokenizer: str,
         kept: Arrays | None = None,
+        values: str = "",
     ) -> Manifest:
         """Describe ``arrays``, and ``kept`` if some stay."""
         start = arrays_digest(kept) if kept else ""
-        return cls(method, version, base, tokenizer, _listing(arrays), _listing(kept or {}), start)
+        listings = _listing(arrays), _listing(kept or {})
+        return cls(method, version, base, tokenizer, *listings, start, values)
 
     def to_json(self) -> str:
         """Write the manifest as one canonical line."""

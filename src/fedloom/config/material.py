@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -36,11 +37,19 @@ class DataConfig:
     """What the clients hold."""
 
     task: str = "mmlu"
-    """``mmlu`` (questions by subject, five clients) or ``niah`` (needles in haystacks, a client
-    for each kind of ``[niah]``, whose rows are made: the keys for rows below are MMLU's)."""
+    """``mmlu`` (questions by subject, five clients), ``niah`` (needles in haystacks, a client
+    for each kind of ``[niah]``, whose rows are made: the keys for rows below are MMLU's) or
+    ``classes`` (texts or images with labels, for ``method = "faast"``)."""
     source: str = "packaged:mmlu-dev"
     """``packaged:mmlu-dev``, ``packaged:bigbench`` (five clients of another benchmark's tasks),
-    ``hub:cais/mmlu`` or ``path:FILE-OR-DIR`` (parquet, CSV, JSONL)."""
+    ``hub:cais/mmlu`` or ``path:FILE-OR-DIR`` (parquet, CSV, JSONL). For ``classes``, a set of
+    ``data/labelled.py``: ``packaged:digits``, ``packaged:uci-sentences``."""
+    split: str = "natural"
+    """``classes``: who holds a row. ``natural`` is its owner (a shop, a paper), ``iid`` deals equal
+    shares to ``clients.count``, ``dirichlet`` equal shares of skewed classes (arXiv 1909.06335)."""
+    dirichlet: float = 0.1
+    """``dirichlet``: concentration; each client's class shares are drawn around those of the whole
+    set. Large is nearly iid, 0.01 leaves a client with one class or two."""
     max_train: int = 2000
     """At most so many training rows a client (FedNL, Table 3)."""
     max_test: int = 200
@@ -55,7 +64,10 @@ class DataConfig:
     """A partition manifest (JSON) that every node must agree with; empty: no outside check."""
 
     def __post_init__(self) -> None:
-        one_of("data.task", self.task, ("mmlu", "niah"))
+        one_of("data.task", self.task, ("mmlu", "niah", "classes"))
+        one_of("data.split", self.split, ("natural", "iid", "dirichlet"))
+        if not 0 < self.dirichlet < math.inf:
+            raise Refusal(f"data.dirichlet = {self.dirichlet}: expected a positive number")
         at_least("data.max-train", self.max_train, 1)
         at_least("data.max-test", self.max_test, 1)
         at_least("data.min-train", self.min_train, 1)

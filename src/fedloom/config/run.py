@@ -17,6 +17,7 @@ from typing import Any, cast, get_type_hints
 from fedloom.config.adapter import LoraConfig, MemoryConfig
 from fedloom.config.baselines import BASELINES
 from fedloom.config.checks import at_least, one_of
+from fedloom.config.faast import FaastConfig
 from fedloom.config.learning import OF_ANY_RANKS, EvaluationConfig, ServerConfig, TrainConfig
 from fedloom.config.local import LocalConfig
 from fedloom.config.machine import ClientsConfig, SamplingConfig
@@ -35,6 +36,8 @@ class RunConfig:
     """
 
     method: str = "fednl"
+    """``fednl`` (LoRA and memory gates, averaged over rounds; docs/fednl.md) or ``faast`` (sums
+    over frozen keys, solved once; docs/faast.md). The other one's parts are not looked at."""
     name: str = "fednl"
     """Name of the folder that the run leaves."""
     output: str = "runs"
@@ -54,6 +57,7 @@ class RunConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     niah: NiahConfig = field(default_factory=NiahConfig)
+    faast: FaastConfig = field(default_factory=FaastConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -64,7 +68,7 @@ class RunConfig:
     server: ServerConfig = field(default_factory=ServerConfig)
 
     def __post_init__(self) -> None:
-        one_of("method", self.method, ("fednl",))
+        one_of("method", self.method, ("fednl", "faast"))
         if self.baseline:
             one_of("baseline", self.baseline, tuple(BASELINES))
         one_of("share", self.share, ("all", "memory", "none"))
@@ -76,16 +80,44 @@ class RunConfig:
                 f'name = "{self.name}": expected letters, digits, ".", "_" and "-", starting with a'
                 " letter or digit, as it becomes a folder"
             )
+        self._check_task()
+        if self.method == "faast":
+            self._check_faast()
+        else:
+            self._check_share()
+            self._check_ranks()
+            self._check_trunk()
+            self.local.check_with(self.share, self.server.rule)
+        self._check_nodes()
+
+    def _check_task(self) -> None:
+        classes = self.data.task == "classes"
+        if classes != (self.method == "faast"):
+            raise Refusal(
+                f'method = "{self.method}" with data.task = "{self.data.task}": faast learns'
+                ' data.task = "classes", fednl mmlu or niah; change one of the two'
+            )
         if self.data.task == "niah" and self.data.max_tokens:
             raise Refusal(
                 f"data.max-tokens = {self.data.max_tokens}: it would cut needles off; set it to 0"
                 " and choose the lengths by niah.train-tokens-max and niah.test-tokens"
             )
-        self._check_share()
-        self._check_ranks()
-        self._check_trunk()
-        self.local.check_with(self.share, self.server.rule)
-        self._check_nodes()
+
+    def _check_faast(self) -> None:
+        """Refuse what would have the server do anything else with sums than add them."""
+        of_fednl = {
+            "baseline": (self.baseline, ""),
+            "share": (self.share, "all"),
+            "local.method": (self.local.method, "plain"),
+            "server.rule": (self.server.rule, "svd"),
+            "server.optimizer": (self.server.optimizer, "none"),
+        }
+        for key, (came, default) in of_fednl.items():
+            if came != default:
+                raise Refusal(
+                    f'{key} = "{came}" with method = "faast": its sums are added and nothing else;'
+                    f" leave {key} out"
+                )
 
     def _check_share(self) -> None:
         memory = self.memory

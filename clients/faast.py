@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FAAST's local work: one forward pass over own rows, and sums that say nothing of their number.
+
+No gradient, no optimiser, no step: keys of a frozen encoder are multiplied and added up.  Rows and
+keys stay in this process; what leaves is ``K'K``, ``K'V``, counts, and sums of scores.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import numpy as np
+from flwr.app import Context
+from flwr.common import NDArrays
+from numpy.typing import NDArray
+
+from fedloom import __version__, border, seeds
+from fedloom.clients.bridge import AdapterClient, partition_of
+from fedloom.clients.keys import KeyBench, Side, key_bench, recipe_of
+from fedloom.errors import Refusal
+from fedloom.rules.candidates import best, candidates
+from fedloom.rules.reading import one_hot, read, score_sums
+from fedloom.rules.statistics import Gram
+
+Sums = dict[str, int | float]
+
+
+def sums_to_send(gram: Gram) -> dict[str, NDArray[Any]]:
+    """Turn sums into the arrays of a reply: the only place where they leave a client."""
+    return dict(gram.arrays())
+
+
+class FAASTClient(AdapterClient):
+    """One owner of labelled items, and a share in this process's encoder."""
+
+    def __init__(self, context: Context) -> None:
+        super().__init__()
+        self.config = recipe_of(context)
+        self.partition_id = partition_of(context)
+        self.revision = int(context.node_config.get("revision", 1))
+
+    def get_properties(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Say what this node holds and which frozen encoder it has."""
+        bench = key_bench(self.config)
+        if config.get("adapter"):
+            return {"manifest": bench.manifest.to_json(), "peft": ""}
+        train = sum(len(bench.rows(self.partition_id, side)) for side in ("summed", "validation"))
+        return {
+            "partition": self.partition_id,
+            "name": bench.partition.clients[self.partition_id].name,
+            "train": train,
+            "test": len(bench.rows(self.partition_id, "test")),
+            "revision": self.revision,
+            "partition-json": bench.partition_json if config.get("partition") else "",
+            "version": __version__,
+            **{key: digest for key, digest in bench.digests.items() if key != "manifest"},
+            "device": self.config.model.device,
+            "visible-gpus": os.environ.get("CUDA_VISIBLE_DEVICES", ""),
+            "pid": os.getpid(),
+        }
+
+    def get_parameters(self, config: dict[str, Any]) -> NDArrays:
+        """Return weights of zero: nothing is remembered at the start."""
+        bench = key_bench(self.config)
+        self.array_names = ["weights"]
+        return [np.zeros((bench.encoder.width, len(bench.classes)))]
+
+    def fit(
+        self, parameters: NDArrays, config: dict[str, Any]
+    ) -> tuple[NDArrays, int, dict[str, Any]]:
+        """Sum over this client's rows; refuse where too few rows would show through."""
+        bench = self._checked(config)
+        rows, least = len(bench.rows(self.partition_id, "summed")), self.config.faast.min_count
+        if rows < least:
+            raise Refusal(
+                f"client {self.partition_id} has {rows} rows to sum, fewer than faast.min-count ="
+                f" {least}: sums of few rows show them, and none were sent"
+            )
+        before, started = bench.forwards, time.perf_counter()
+        summed = bench.side(self.partition_id, "summed")
+        encoded, forwards = time.perf_counter(), bench.forwards - before
+        gram = Gram.of(summed.unit(), one_hot(summed.labels, len(bench.classes)))
+        ended = time.perf_counter()
+        metrics: dict[str, Any] = {
+            "revision": self.revision,
+            "seconds": ended - started,
+            "seconds-encoding": encoded - started,
+            "seconds-summing": ended - encoded,
+            "forwards": forwards,
+            "pid": os.getpid(),
+        }
+        alone = self._alone(bench, gram)
+        metrics |= {f"local-{key}": value for key, value in alone.items()}
+        arrays = sums_to_send(gram)
+        self.array_names = list(arrays)
+        return list(arrays.values()), int(gram.count), metrics
+
+    def evaluate(
+        self, parameters: NDArrays, config: dict[str, Any]
+    ) -> tuple[float, int, dict[str, Any]]:
+        """Score the zero-shot head, all solutions on validation rows, or the chosen on test rows.
+
+        ``forwards`` counts the items that had to be encoded for it.
+        """
+        frozen = bool(config.get("frozen"))
+        bench = key_bench(self.config) if frozen else self._checked(config)
+        before, started = bench.forwards, time.perf_counter()
+        side = bench.side(self.partition_id, "validation" if config.get("validation") else "test")
+        encoded = time.perf_counter()
+        if frozen:
+            metrics = self._frozen(bench, side)
+        elif config.get("validation"):
+            metrics = self._solutions(bench, side, parameters[0], config["memory-shares"])
+        else:
+            metrics = self._score(bench, side, parameters[0], float(config["memory-share"]))
+        told: dict[str, Any] = {
+            "seconds": time.perf_counter() - started,
+            "seconds-encoding": encoded - started,
+            "forwards": bench.forwards - before,
+        }
+        first = metrics.get("gold-ce-sum", metrics.get("gold-ce-sum-0-0", 0.0))
+        return float(first) / max(len(side), 1), len(side), {**metrics, **told}
+
+    def _checked(self, config: dict[str, Any]) -> KeyBench:
+        """Hold the message's manifest against this node's before any item is encoded."""
+        bench = key_bench(self.config)
+        mine = bench.digests["manifest"]
+        if config["manifest"] != mine:
+            raise Refusal(
+                f"partition {self.partition_id}: manifest {str(config['manifest'])[:16]} came,"
+                f" {mine[:16]} is this node's; use the same encoder, classes, recipe and fedloom"
+                " version on every node"
+            )
+        return bench
+
+    def _score(
+        self, bench: KeyBench, side: Side, weights: NDArray[Any], share: float = 1.0
+    ) -> Sums:
+        table = bench.table if self.config.faast.values == "labels" else None
+        scores = read(side.unit(), weights, table, share)
+        return score_sums(scores, side.labels, self.config.faast.scale)
+
+    def _solutions(
+        self, bench: KeyBench, side: Side, stack: NDArray[Any], shares: list[float]
+    ) -> Sums:
+        """Score ``[alphas, d, C]`` for every share; ``correct-1-0`` is the second alpha's first."""
+        told: Sums = {}
+        for i, weights in enumerate(stack):
+            for j, share in enumerate(shares):
+                found = self._score(bench, side, weights, share)
+                told |= {f"{key}-{i}-{j}": found[key] for key in ("correct", "gold-ce-sum")}
+        return told
+
+    def _frozen(self, bench: KeyBench, side: Side) -> Sums:
+        """Score the classes' names as the encoder knows them; without such, guess."""
+        scale, classes = self.config.faast.scale, len(bench.classes)
+        if bench.table is not None:
+            return score_sums(side.unit() @ bench.table.T, side.labels, scale)
+        sums = score_sums(np.zeros((len(side), classes)), side.labels, scale)
+        drawn = seeds.generator(self.config.seed, self.partition_id, "guess")
+        guesses = drawn.integers(classes, size=len(side))
+        return {**sums, "correct": int((guesses == side.labels).sum())}
+
+    def _alone(self, bench: KeyBench, gram: Gram) -> Sums:
+        """Score what this client would have of its own rows alone, its filter chosen likewise."""
+        given = self.config.faast
+        solved = [found.weights for found in candidates(gram, given.alpha_list, given.ridge)]
+        held_out = bench.side(self.partition_id, "validation")
+        scored = [self._score(bench, held_out, weights) for weights in solved if len(held_out)]
+        taken = best([(s["correct"], s["gold-ce-sum"]) for s in scored]) if scored else 0
+        test = bench.side(self.partition_id, "test")
+        return {border.WEIGHT: len(test), **self._score(bench, test, solved[taken])}

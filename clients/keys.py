@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What FAAST's clients of one process share: the frozen encoder, and each item's key once.
+
+A client comes and goes with each message, and an encoder's forward pass is all that its work costs.
+Keys stay in this process: they are as good as the items.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from flwr.app import Context
+from numpy.typing import NDArray
+
+from fedloom import __version__
+from fedloom.config import RunConfig
+from fedloom.data.dealing import Item, holdings
+from fedloom.data.labelled import load_labelled
+from fedloom.data.partition import Partition
+from fedloom.errors import Refusal
+from fedloom.flat import Scalar
+from fedloom.models.encoders import Encoder, load_encoder
+from fedloom.rules.reading import unit
+from fedloom.wire import Manifest, arrays_digest
+
+SIDES = ("summed", "validation", "test")
+PREPROCESSING = "unit-length keys, one-hot values"
+
+
+@dataclass(frozen=True, eq=False)
+class Side:
+    """Keys and labels of some of one client's rows."""
+
+    keys: NDArray[np.float32]
+    labels: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def unit(self) -> NDArray[np.float64]:
+        """Return keys of length one."""
+        return unit(self.keys)
+
+
+@dataclass(eq=False)
+class KeyBench:
+    """An encoder, a data set dealt out, and the keys made so far."""
+
+    config: RunConfig
+    encoder: Encoder
+    items: Sequence[Item]
+    partition: Partition
+    classes: tuple[str, ...]
+    table: NDArray[np.float64] | None
+    """The classes' names as keys of length one ``[C, d]``, if the encoder has them."""
+    forwards: int = 0
+    """Items that went through the encoder in this process; each client's side goes once."""
+    _sides: dict[tuple[int, str], Side] = field(default_factory=dict)
+
+    @functools.cached_property
+    def _by_name(self) -> dict[str, Item]:
+        return {item.row(): item for item in self.items}
+
+    @functools.cached_property
+    def manifest(self) -> Manifest:
+        """What the weights are, and all that their sums must agree in to be added."""
+        weights = {"weights": np.zeros((self.encoder.width, len(self.classes)))}
+        about = {"method": self.config.method, "version": __version__, "tokenizer": ""}
+        return Manifest.of(weights, base=self.encoder.digest, values=self.values_digest, **about)
+
+    @functools.cached_property
+    def digests(self) -> dict[str, str]:
+        """What nodes must agree in; each takes a walk over everything, so once a process."""
+        return {
+            "recipe": self.config.digest(),
+            "data": self.partition.digest(),
+            "base": self.encoder.digest,
+            "tokenizer": "",
+            "values": self.values_digest,
+            "manifest": self.manifest.digest(),
+        }
+
+    @functools.cached_property
+    def values_digest(self) -> str:
+        """SHA-256 over the classes in order, the table of their values and the preprocessing."""
+        labels = self.config.faast.values == "labels"
+        table = arrays_digest({"table": self.table}) if labels and self.table is not None else ""
+        told = [PREPROCESSING, self.config.faast.values, table, *self.classes]
+        return hashlib.sha256(json.dumps(told).encode()).hexdigest()
+
+    @functools.cached_property
+    def partition_json(self) -> str:
+        """Who holds which rows, by the rows' hashes."""
+        return self.partition.to_json()
+
+    def rows(self, partition: int, side: str) -> list[Item]:
+        """Return one client's rows: to sum, to choose a filter by, or to test on.
+
+        Validation rows are the first of the training rows, whose order the partition shuffled.
+        """
+        if not 0 <= partition < len(self.partition.clients):
+            raise Refusal(
+                f"partition-id {partition}: the data divide into {len(self.partition.clients)}"
+                f" clients, 0 to {len(self.partition.clients) - 1}"
+            )
+        client = self.partition.clients[partition]
+        held_out = self.config.faast.held_out(len(client.train))
+        summed, validation = client.train[held_out:], client.train[:held_out]
+        names = {"summed": summed, "validation": validation, "test": client.test}[side]
+        return [self._by_name[name] for name in names]
+
+    def side(self, partition: int, side: str) -> Side:
+        """Encode one client's rows, unless this process has done so."""
+        place = partition, side
+        if place not in self._sides:
+            rows = self.rows(partition, side)
+            keys = self._encode([row.content for row in rows])
+            labels = np.array([row.label for row in rows], np.int64)
+            self._sides[place] = Side(keys, labels)
+        return self._sides[place]
+
+    def _encode(self, content: list[Any]) -> NDArray[np.float32]:
+        if not content:
+            return np.zeros((0, self.encoder.width), np.float32)
+        self.forwards += len(content)
+        return self.encoder.encode(content if isinstance(content[0], str) else np.stack(content))
+
+
+class _Held:
+    """The bench of this process; another recipe's takes its place."""
+
+    def __init__(self) -> None:
+        self._bench: KeyBench | None = None
+
+    def get(self, config: RunConfig) -> KeyBench:
+        held = self._bench
+        if held is None or (held.config is not config and held.config != config):
+            held = self._bench = _build(config)
+        return held
+
+
+def _build(config: RunConfig) -> KeyBench:
+    encoder = load_encoder(config.faast.encoder, _device(config))
+    if torch := sys.modules.get("torch"):  # pixels need none, and then it stays out
+        torch.set_num_threads(config.clients.threads)
+    items, partition = holdings(config.data, config.seed, config.clients.count)
+    classes = load_labelled(config.data.source).classes
+    names = encoder.label_keys(classes)
+    if names is None and config.faast.values == "labels":
+        raise Refusal(
+            f'faast.values = "labels" with faast.encoder = "{config.faast.encoder}": it has no'
+            ' embeddings of names; set faast.values = "one-hot"'
+        )
+    return KeyBench(
+        config, encoder, items, partition, classes, None if names is None else unit(names)
+    )
+
+
+def _device(config: RunConfig) -> str:
+    if config.model.device != "auto":
+        return config.model.device
+    from fedloom.clients.workbench import device  # torch: only to look for a GPU
+
+    return device(config)
+
+
+_HELD = _Held()
+
+
+def recipe_of(context: Context) -> RunConfig:
+    """Read a node's recipe; of a hundred messages with one recipe, the first does."""
+    return _recipe(tuple(sorted(context.run_config.items())))
+
+
+@functools.lru_cache(maxsize=4)
+def _recipe(items: tuple[tuple[str, Scalar], ...]) -> RunConfig:
+    return RunConfig.from_flower(dict(items))
+
+
+def key_bench(config: RunConfig) -> KeyBench:
+    """Return this process's bench for a recipe, built on first use."""
+    return _HELD.get(config)

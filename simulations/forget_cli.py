@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``fedloom faast forget``: take a client out of the weights that a run of FAAST left."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+from numpy.typing import NDArray
+
+from fedloom.config import RunConfig
+from fedloom.errors import Refusal
+from fedloom.rules.candidates import candidates
+from fedloom.rules.revisions import Contributions
+from fedloom.simulations.folder import RunFolder
+from fedloom.strategies.faast import WEIGHTS, gram_of
+from fedloom.strategies.shelf import Choice, SumsShelf
+from fedloom.wire import Manifest, Update
+
+app = typer.Typer(
+    help="Work with the fast weights of a run of method faast.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+app.callback()(lambda: None)  # a group, though it has one command
+
+CERTIFIED = 1e-12
+"""Largest relative difference between deleted and retrained weights that is accepted."""
+
+
+@dataclass(frozen=True)
+class Forgotten:
+    """A client's rows out of the weights, and how sure that is."""
+
+    weights: NDArray[np.float64]
+    held: Contributions
+    difference: float
+    """Largest difference to weights retrained without the client, over the largest weight."""
+
+
+def without(shelf: SumsShelf, client: int, revision: int) -> tuple[Forgotten, Choice]:
+    """Take one client's sums out of the total, solve, and solve again from the others' sums alone.
+
+    Raises
+    ------
+    Refusal
+        If this revision of the client is not in the sums, or a client's sums were not kept.
+    """
+    held, choice = shelf.restore()
+    held.delete(client, revision, shelf.find(client, revision))
+    deleted, retrained = (_solved(held.total, choice), _solved(_added_anew(shelf, held), choice))
+    largest = float(np.abs(retrained).max()) or 1.0
+    difference = float(np.abs(deleted - retrained).max()) / largest
+    return Forgotten(deleted, held, difference), choice
+
+
+def _added_anew(shelf: SumsShelf, held: Contributions) -> Update:
+    """Add the sums of those who stay, as if nobody else had ever been there."""
+    fresh = Contributions()
+    for partition in held:
+        entry = held[partition]
+        update = shelf.find(partition, entry.revision)
+        if update is None:
+            raise Refusal(
+                f"client {partition}'s sums were not kept, so deleting cannot be held against"
+                " retraining; run with faast.keep-sums = true"
+            )
+        fresh.add(partition, entry.revision, update)
+        if fresh[partition] != entry:
+            raise Refusal(f"client {partition}'s kept sums are not those that were added")
+    return fresh.total
+
+
+def _solved(total: Update, choice: Choice) -> NDArray[np.float64]:
+    (found,) = candidates(gram_of(total), [choice.alpha], choice.ridge)
+    return found.weights
+
+
+def forget(
+    folder: Annotated[Path, typer.Argument(help="A run's folder.")],
+    client: Annotated[int, typer.Option(help="Its partition id.")],
+    revision: Annotated[int, typer.Option(help="Which of its contributions.")],
+) -> None:
+    """Take a client out of a run's fast weights, and certify that this equals retraining."""
+    shelf = SumsShelf(folder / "sums")
+    if not (folder / "sums").is_dir():
+        raise Refusal(f"no sums in {folder}; expected a folder that a run of method faast left")
+    manifest = Manifest.from_json(_text(folder / "manifest.json"))
+    before = _text(folder / "adapter" / "digest.txt").strip()
+    started = time.perf_counter()
+    found, choice = without(shelf, client, revision)
+    seconds = time.perf_counter() - started
+    typer.echo(f"largest relative difference to retraining: {found.difference:.3g}")
+    if not found.difference <= CERTIFIED:
+        typer.echo(f"above {CERTIFIED:.0e}: nothing was changed", err=True)
+        raise typer.Exit(1)
+    config = RunConfig.from_toml(folder / "config.toml")
+    run = RunFolder(folder)
+    after = run.keep_adapter({WEIGHTS: found.weights}, manifest, "")
+    run.keep_manifest(manifest)
+    shelf.keep(found.held, choice)
+    shelf.drop(client, revision)
+    certificate = {
+        "client": client,
+        "revision": revision,
+        "time": datetime.now(UTC).isoformat(),
+        "seconds": seconds,
+        "difference": found.difference,
+        "rows-left": found.held.total.weight,
+        "clients-left": len(found.held),
+        "alpha": choice.alpha,
+        "weights-before": before,
+        "weights-after": after,
+        "recipe": config.digest(),
+    }
+    with (folder / "forgotten.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(certificate) + "\n")
+    typer.echo(f"{len(found.held)} clients and {found.held.total.weight:.0f} rows are left")
+    typer.echo(f"weights: {folder / 'adapter' / 'weights.safetensors'}")
+    typer.echo(f"certificate: {folder / 'forgotten.jsonl'}")
+
+
+app.command()(forget)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise Refusal(
+            f"{path} cannot be read; expected a folder that a run of method faast left"
+        ) from error

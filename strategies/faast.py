@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FAAST: add sums, solve once (arXiv 2605.04651, without its Eq. 14).
+
+Fast weights ``W = K^+ V`` depend on all clients' keys and values only through ``K'K`` and ``K'V``,
+which are sums over rows.  So the server adds what clients send and solves the least-squares problem
+of all rows together: the same weights for every split, to rounding.  One round is all it takes; in
+later rounds clients join who were not drawn, failed, or have a new revision of their rows.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.serverapp import Grid
+from flwr.serverapp.exception import AggregationError
+from numpy.typing import NDArray
+
+from fedloom import border
+from fedloom.errors import Refusal
+from fedloom.flat import Scalar
+from fedloom.rules.admission import check_sums
+from fedloom.rules.candidates import best, candidates
+from fedloom.rules.revisions import Contributions, digest_of
+from fedloom.rules.solving import FastWeights
+from fedloom.rules.statistics import CROSS, GRAM, SQUARES, Gram
+from fedloom.strategies.adapter_strategy import AdapterStrategy
+from fedloom.strategies.shelf import Choice, SumsShelf
+from fedloom.wire import Arrays, Manifest, Update
+
+WEIGHTS = "weights"
+_VALIDATED = ("correct", "gold-ce-sum")
+
+
+def gram_of(update: Update) -> Gram:
+    """Make a Gram of one reply or of their total: the only place that reads sums off an update."""
+    return Gram.from_arrays(update.whole(), update.weight)
+
+
+def sums_of(manifest: Manifest) -> Manifest:
+    """Describe a reply: the weights' manifest, with sums for those widths in their place."""
+    keys, classes = manifest.arrays[WEIGHTS][0]
+    shapes: dict[str, tuple[int, ...]] = {
+        GRAM: (keys * (keys + 1) // 2,),
+        CROSS: (keys, classes),
+        SQUARES: (1,),
+    }
+    return replace(manifest, arrays={n: (s, "float64") for n, s in sorted(shapes.items())})
+
+
+class FAAST(AdapterStrategy):
+    """Add every client's sums on arrival, factorise once, choose the filter on validation rows.
+
+    The manifest's one array is ``weights`` ``[d, C]``, solved for one-hot values; clients whose
+    labels have embeddings apply them when they read.  Server memory does not grow with clients.
+    """
+
+    action = "faast"  # served by fedloom.clients.faast
+    train_metrics = ("revision",)
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        folder = self.journal.folder
+        self.shelf = SumsShelf(folder / "sums" if folder is not None else None)
+        self.contributions = Contributions()
+        self.choice: Choice | None = None
+        self._revisions: dict[int, int] = {}
+        self._solutions: list[FastWeights] = []
+
+    @classmethod
+    def sizes(cls, manifest: Manifest) -> dict[str, int]:
+        """Count keys and classes, and the bytes of one reply's sums."""
+        keys, classes = manifest.arrays[WEIGHTS][0]
+        return {"keys": keys, "classes": classes, "bytes": sums_of(manifest).nbytes()}
+
+    def expected_reply(self, server_round: int, partition: int) -> Manifest:
+        """Return the sums' names, shapes and dtypes: the same for every number of rows."""
+        return sums_of(self.manifest)
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Ask those of the round's clients whose rows are not in the sums; nothing goes down."""
+        self._grid, self._sent = grid, border.unpack_arrays(arrays)
+        self.server_round, self.round_facts = server_round, {}
+        drawn = self.roster.sample(self.config.seed, server_round, self.config.sampling.fraction)
+        asked = [partition for partition in drawn if self._has_news(partition)]
+        told = {**config, **self.train_config(server_round)}
+        return self._messages("train", "train", server_round, asked, ArrayRecord(), told)
+
+    def _has_news(self, partition: int) -> bool:
+        if partition not in self.contributions:
+            return True
+        told = int(self.roster.properties.get(partition, {}).get("revision", 1))
+        return told > self.contributions[partition].revision
+
+    def read_update(self, server_round: int, partition: int, records: RecordDict) -> Update:
+        """Read sums as they are and hold them against what sums can be, before they are added."""
+        who = f"client {partition} ({self._row(0, '', partition, {})['name'] or 'no name'})"
+        arrays = border.arrays_of(records)
+        metrics = border.checked_metrics(records, ("revision",))
+        try:
+            self.expected_reply(server_round, partition).check_arrays(arrays)
+        except Refusal as refusal:
+            raise Refusal(f"{who}: {refusal}") from refusal
+        update = Update.summed(arrays, metrics[border.WEIGHT], partition)
+        check_sums(gram_of(update), who, rows=self._rows_to_sum(partition))
+        revision = int(metrics["revision"])
+        old = self.contributions.check(partition, revision, digest_of(update))
+        if old is not None and self.shelf.find(partition, old.revision) is None:
+            raise Refusal(
+                f"{who}: revision {revision} would replace {old.revision}, whose sums were not"
+                " kept; set faast.keep-sums = true"
+            )
+        self._revisions[partition] = revision
+        return update
+
+    def _rows_to_sum(self, partition: int) -> int:
+        """Return how many rows a client may have summed, by what it said at the roll call."""
+        told = self.roster.properties.get(partition, {}).get("train")
+        return 2**31 if told is None else int(told) - self.config.faast.held_out(int(told))
+
+    def fold(self, updates: Iterable[Update], sent: Arrays) -> dict[str, NDArray[Any]]:
+        """Add each reply to the total, then solve it for every filter from one factorisation."""
+        for update in updates:
+            self._take(update)
+        started = time.perf_counter()
+        gram, given = gram_of(self.contributions.total), self.config.faast
+        self._solutions = candidates(gram, given.alpha_list, given.ridge)
+        self.round_facts["solve-seconds"] = time.perf_counter() - started
+        return {WEIGHTS: np.stack([found.weights for found in self._solutions])}
+
+    def _take(self, update: Update) -> None:
+        partition, revision = update.origin, self._revisions.pop(update.origin, 1)
+        if partition in self.contributions:
+            before = self.contributions[partition].revision
+            old = self.shelf.find(partition, before)
+            self.contributions.add(partition, revision, update, old)
+            self.shelf.drop(partition, before)
+        else:
+            self.contributions.add(partition, revision, update)
+        if self.config.faast.keep_sums:
+            self.shelf.put(partition, revision, update)
+
+    def usable(self, come: int) -> int:
+        """Count the clients in the sums: a later round may bring none."""
+        return len(self.contributions)
+
+    def settle(self, server_round: int, folded: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+        """Choose one solution, on the clients' validation rows if there is a choice."""
+        if not self._solutions:  # nobody came with anything new
+            return folded
+        at = (0, 0)
+        if self.config.faast.chooses:
+            at = self._validate(server_round, folded[WEIGHTS])
+        chosen, solutions = self._solutions[at[0]], self._solutions
+        self._solutions = []
+        given = self.config.faast
+        self.choice = Choice(given.alpha_list[at[0]], given.ridge, given.prior_list[at[1]])
+        self.shelf.keep(self.contributions, self.choice)
+        self.round_facts |= self._facts(chosen, sum(s.floored for s in solutions))
+        return {WEIGHTS: chosen.weights}
+
+    def _facts(self, chosen: FastWeights, floored: int) -> dict[str, float]:
+        assert self.choice is not None
+        facts = {
+            "alpha": self.choice.alpha,
+            "prior": self.choice.prior,
+            "memory-share": self._memory_share(self.choice.prior),
+            "rank": chosen.rank,
+            "tolerance": chosen.tolerance,
+            "explained": chosen.explained,
+            "condition": chosen.condition,
+            "rows": self.contributions.total.weight,
+            "summed-clients": len(self.contributions),
+            "floored": floored,
+        }
+        return {key: value for key, value in facts.items() if math.isfinite(value)}
+
+    def _memory_share(self, prior: float) -> float:
+        """Return ``r = N / (N + N0)``."""
+        if not len(self.contributions):
+            return 0.0
+        rows = self.contributions.total.weight
+        return rows / (rows + prior)
+
+    def evaluate_config(self, server_round: int) -> dict[str, Scalar]:
+        """Tell how much of what is read is the memory's, besides."""
+        share = self._memory_share(self.choice.prior if self.choice else 0.0)
+        return {**self._round_config(server_round), "memory-share": share}
+
+    def _validate(self, server_round: int, weights: NDArray[Any]) -> tuple[int, int]:
+        """Let every client score all solutions on its validation rows; return the best's place."""
+        given, grid = self.config.faast, self._grid
+        assert grid is not None
+        asked = [p for p in self.roster.partitions if self._validation_rows(p)]
+        told: dict[str, Any] = {
+            **self._round_config(server_round),
+            "validation": True,
+            "memory-shares": [self._memory_share(prior) for prior in given.prior_list],
+        }
+        arrays = border.pack_arrays({WEIGHTS: weights})
+        messages = self._messages("evaluate", "validation", server_round, asked, arrays, told)
+        places = list(np.ndindex(len(given.alpha_list), len(given.prior_list)))
+        needed = [f"{key}-{i}-{j}" for i, j in places for key in _VALIDATED]
+
+        def read(partition: int, records: RecordDict) -> dict[str, Any]:
+            metrics = border.checked_metrics(records, needed)
+            return self._row(server_round, "validation", partition, metrics)
+
+        replies = grid.send_and_receive(messages)
+        rows = list(self._read(server_round, "validation", replies, read))
+        self._report_missing(server_round, "validation")
+        if not rows:
+            raise AggregationError(
+                "no client has scored validation rows; set one value for faast.alphas and"
+                " faast.priors"
+            )
+        self._keep_rows(rows)
+        return self._best(server_round, rows, places)
+
+    def _validation_rows(self, partition: int) -> int:
+        told = self.roster.properties.get(partition, {}).get("train", 0)
+        return self.config.faast.held_out(int(told))
+
+    def _best(
+        self, server_round: int, rows: list[dict[str, Any]], places: list[tuple[int, ...]]
+    ) -> tuple[int, int]:
+        """Add the clients' scores up, exactly: so no order of replies matters."""
+        given, n = self.config.faast, math.fsum(row[border.WEIGHT] for row in rows)
+        scored = [
+            tuple(math.fsum(row[f"{key}-{i}-{j}"] for row in rows) for key in _VALIDATED)
+            for i, j in places
+        ]
+        table = [
+            {
+                "alpha": given.alpha_list[i],
+                "prior": given.prior_list[j],
+                "rank": self._solutions[i].rank,
+                "accuracy": right / n,
+                "gold-ce": ce / n,
+            }
+            for (i, j), (right, ce) in zip(places, scored, strict=True)
+        ]
+        at = best([(right, ce) for right, ce in scored])
+        self.journal.event("choice", round=server_round, rows=n, solutions=table, taken=table[at])
+        i, j = places[at]
+        return i, j
