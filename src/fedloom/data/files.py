@@ -70,7 +70,7 @@ def _jsonl(path: Path) -> Iterator[Row]:
             except ValueError as error:
                 raise Refusal(f"{path.name} line {number} is no JSON object") from error
             if row is not None and not isinstance(row, dict):
-                raise Refusal(f"{path.name} line {number}: expected an object with MMLU's columns")
+                raise Refusal(f"{path.name} line {number}: expected a JSON object")
             if row is not None:
                 yield f"{path.name} line {number}", row
 

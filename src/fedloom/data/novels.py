@@ -40,8 +40,8 @@ def austen(package: Path) -> Iterator[tuple[str, str]]:
         If the package is not laid out as expected.
     """
     try:
-        with tarfile.open(fileobj=io.BytesIO(_ar_member(package, "data.tar"))) as tree:
-            index, store = (_member(tree, _DATA + end) for end in (".rdx", ".rdb"))
+        with tarfile.open(fileobj=io.BytesIO(ar_member(package, "data.tar"))) as tree:
+            index, store = (member(tree, _DATA + end) for end in (".rdx", ".rdb"))
         places = read_r(gzip.decompress(index))["variables"]
         for name in sorted(places):
             offset, size = places[name]
@@ -123,7 +123,7 @@ class _Reader:
         return self._data[self._at - size : self._at]
 
 
-def _ar_member(package: Path, prefix: str) -> bytes:
+def ar_member(package: Path, prefix: str) -> bytes:
     """Return the first member of a Unix archive whose name starts with ``prefix``."""
     data = package.read_bytes()
     at = len(b"!<arch>\n")
@@ -136,7 +136,8 @@ def _ar_member(package: Path, prefix: str) -> bytes:
     raise KeyError(prefix)
 
 
-def _member(tree: tarfile.TarFile, name: str) -> bytes:
+def member(tree: tarfile.TarFile, name: str) -> bytes:
+    """Return the bytes of one file of a tar archive."""
     handle = tree.extractfile(name)
     if handle is None:
         raise KeyError(name)
