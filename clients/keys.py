@@ -72,8 +72,14 @@ class KeyBench:
     def manifest(self) -> Manifest:
         """What the weights are, and all that their sums must agree in to be added."""
         weights = {"weights": np.zeros((self.encoder.width, len(self.classes)))}
-        about = {"method": self.config.method, "version": __version__, "tokenizer": ""}
-        return Manifest.of(weights, base=self.encoder.digest, values=self.values_digest, **about)
+        return Manifest.of(
+            weights,
+            method=self.config.method,
+            version=__version__,
+            base=self.encoder.digest,
+            tokenizer="",
+            values=self.values_digest,
+        )
 
     @functools.cached_property
     def digests(self) -> dict[str, str]:

@@ -90,11 +90,10 @@ def _roster(grid: ReplyStream, config: RunConfig, journal: Journal) -> Roster:
 def _check_agreement(config: RunConfig, roster: Roster) -> None:
     """Refuse nodes that mean another run, model, data or version than the others."""
     first = roster.properties[roster.partitions[0]]
-    expected = {
-        "version": __version__,
-        "recipe": config.digest(),
-        **{key: first[key] for key in ("base", "tokenizer", "values", "data") if key in first},
-    }
+    expected: dict[str, str] = {"version": __version__, "recipe": config.digest()}
+    for key in ("base", "tokenizer", "values", "data"):
+        if key in first:
+            expected[key] = first[key]
     for partition in roster.partitions:
         for key, wanted in expected.items():
             came = roster.properties[partition].get(key, "")

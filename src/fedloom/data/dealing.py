@@ -168,5 +168,5 @@ def _client(
                 f" clients, another data.split or a lower data.min-{side}"
             )
     found = Counter(classes[item.label] for item in (*train, *test))
-    named = (tuple(item.name for item in own) for own in (train, test))
-    return Client(name, *named, dict(sorted(found.items())))
+    names = [tuple(item.name for item in own) for own in (train, test)]
+    return Client(name, names[0], names[1], dict(sorted(found.items())))
