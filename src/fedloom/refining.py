@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``prefixed``: one answer of a receiver that has slices of other models' caches.
+
+The senders' order is that of their model hashes, whoever answered first.  A sender whose gates are
+all shut is not there at all, and with none left the receiver answers as it would alone, bit for
+bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor
+
+from fedloom.adapters.alignment import align
+from fedloom.adapters.fused import FusedContext, pass_through
+from fedloom.adapters.fuser import CacheFuser, Guests
+from fedloom.errors import Refusal
+from fedloom.models.base import Base
+from fedloom.slices.geometry import Geometry
+from fedloom.slices.slice import CacheSlice, SliceBatch, batch_of
+
+Source = tuple[CacheFuser | None, CacheSlice]
+"""A slice with the fuser of its pair; no fuser for a slice of the receiver's own model."""
+
+
+class Refinement:
+    """A receiver that has read its prompt among guests, ready to go on.
+
+    Attributes
+    ----------
+    logits : Tensor
+        Of the prompt's tokens, [N, V]; in residual mode of the last one alone.
+    senders : tuple of str
+        Model hashes of those that were heard, in their order.
+    """
+
+    def __init__(self, context: FusedContext, logits: Tensor, senders: Sequence[str]) -> None:
+        self._context, self.logits, self.senders = context, logits, tuple(senders)
+        self._last = logits[-1]
+
+    @torch.no_grad()
+    def generate(self, max_new_tokens: int, stop: Collection[int] = ()) -> list[int]:
+        """Return the likeliest tokens, one after the other, the one that stops it included.
+
+        A second call goes on where the first one ended.
+        """
+        found: list[int] = []
+        last = self._last
+        while len(found) < max_new_tokens:
+            found.append(int(last.argmax()))
+            if found[-1] in stop:
+                break
+            row = torch.tensor([[found[-1]]], device=last.device)
+            last = self._context.read(row, keep=1)[0, -1]
+        self._last = last
+        return found
+
+
+@torch.no_grad()
+def prefixed(
+    receiver: Base,
+    geometry: Geometry,
+    prompt: Sequence[int],
+    sources: Sequence[Source],
+    *,
+    start: int = 0,
+    ends: Sequence[int] = (),
+) -> Refinement:
+    """Read a prompt with what senders gave.
+
+    Slices are not changed: every request makes its own cache.
+
+    Parameters
+    ----------
+    sources
+        Slices with the fusers of their pairs, all of one mode.
+    start
+        Position of the first slot.
+    ends
+        End of each prompt token in the text, in characters, for residual fusion.
+
+    Raises
+    ------
+    Refusal
+        If a fuser is for another receiver, modes are mixed or the prompt is empty.
+    """
+    if not prompt:
+        raise Refusal("an empty prompt has no next token: give the receiver at least one")
+    ordered = sorted(sources, key=lambda source: (source[1].geometry.model, source[1].places))
+    modes = {fuser.config.mode if fuser else "prefix" for fuser, _ in ordered}
+    for fuser, piece in ordered:
+        _check_receiver(fuser, piece, geometry)
+    if len(modes) > 1:
+        raise Refusal("prefix and residual fusers in one request: use one kind")
+    if modes == {"residual"}:
+        return _residual(receiver, geometry, prompt, ordered, ends)
+    made = [_seated(fuser, piece) for fuser, piece in ordered]
+    heard = [guests for guests in made if guests.keys]
+    context = FusedContext(receiver.model, heard, start=start)
+    logits = context.read(torch.tensor([list(prompt)], device=receiver.model.device))[0]
+    return Refinement(context, logits, [guests.sender for guests in heard])
+
+
+def _seated(fuser: CacheFuser | None, piece: CacheSlice) -> Guests:
+    batch = batch_of([piece])
+    made: Guests = pass_through(batch) if fuser is None else fuser(batch)
+    return made
+
+
+def _check_receiver(fuser: CacheFuser | None, piece: CacheSlice, geometry: Geometry) -> None:
+    meant = piece.geometry if fuser is None else fuser.receiver
+    if meant != geometry:
+        raise Refusal(
+            f"a fuser for receiver {meant.model[:12]} on {geometry.model[:12]}: fetch the fuser of"
+            " this pair"
+        )
+
+
+def _residual(
+    receiver: Base,
+    geometry: Geometry,
+    prompt: Sequence[int],
+    sources: Sequence[Source],
+    ends: Sequence[int],
+) -> Refinement:
+    """Add to every token but the last (Cache-to-Cache), which then reads what was added."""
+    opened = [(f, piece) for f, piece in sources if f is not None and f.open_layers()]
+    context = FusedContext(receiver.model)
+    row = torch.tensor([list(prompt)], device=receiver.model.device)
+    if not opened or len(prompt) == 1:
+        return Refinement(context, context.read(row)[0], ())
+    if len(ends) != len(prompt):
+        raise Refusal(
+            f"residual fusion of {len(prompt)} tokens with {len(ends)} ends: give where each token"
+            " ends in the text (models.offsets.token_ends)"
+        )
+    context.read(row[:, :-1], keep=1)
+    own = context.own(geometry)
+    context.add([f(_aligned(piece, ends[:-1]), own) for f, piece in opened])
+    logits = context.read(row[:, -1:])[0]
+    return Refinement(context, logits, [piece.geometry.model for _, piece in opened])
+
+
+def _aligned(piece: CacheSlice, ends: Sequence[int]) -> SliceBatch:
+    """Put the sender's tokens beside the receiver's, one for each of them or none."""
+    if not piece.ends:
+        raise Refusal("residual fusion of a slice without its tokens' ends: ask for them")
+    device = next(iter(piece.keys.values())).device
+    found = torch.tensor(align(ends, piece.ends, piece.places), device=device)
+    at = found.clamp_min(0)
+    keys = {n: x[None, :, at] for n, x in piece.keys.items()}
+    values = {n: x[None, :, at] for n, x in piece.values.items()}
+    return SliceBatch(piece.geometry, keys, values, (found >= 0)[None])
