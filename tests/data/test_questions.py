@@ -97,7 +97,7 @@ def test_csv_of_the_first_release_has_no_header(tmp_path):
             '{"subject": "s", "question": "?", "choices": [1, 2, 3, 4], "answer": true}',
             "answer is bool of 4",
         ),
-        ("[1]", "line 1: expected an object"),
+        ("[1]", "line 1: expected a JSON object"),
         ("not json", "line 1 is no JSON"),
         ("", "holds no rows"),
     ],
