@@ -21,7 +21,14 @@ import fedloom
 from fedloom.config import RunConfig
 from fedloom.errors import Refusal
 from fedloom.flat import Scalar
-from fedloom.simulations import data_cli, doctor_cli, forget_cli, generate_cli, state_cli
+from fedloom.simulations import (
+    data_cli,
+    doctor_cli,
+    faast_cli,
+    forget_cli,
+    generate_cli,
+    state_cli,
+)
 
 app = typer.Typer(
     name="fedloom",
@@ -36,7 +43,8 @@ app.add_typer(data_cli.app, name="data")
 app.command()(generate_cli.generate)
 app.command()(doctor_cli.doctor)
 app.add_typer(state_cli.app, name="state")
-app.add_typer(forget_cli.app, name="faast")
+app.add_typer(faast_cli.app, name="faast")
+faast_cli.app.command()(forget_cli.forget)
 
 Recipe = Annotated[str, typer.Argument(help="TOML recipe: a file, or the name of a packaged one.")]
 Settings = Annotated[

@@ -23,13 +23,6 @@ from fedloom.strategies.faast import WEIGHTS, gram_of
 from fedloom.strategies.shelf import Choice, SumsShelf
 from fedloom.wire import Manifest, Update
 
-app = typer.Typer(
-    help="Work with the fast weights of a run of method faast.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-)
-app.callback()(lambda: None)  # a group, though it has one command
-
 CERTIFIED = 1e-12
 """Largest relative difference between deleted and retrained weights that is accepted."""
 

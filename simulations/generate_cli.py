@@ -46,7 +46,7 @@ def generate(
     ] = None,
 ) -> None:
     """Generate text with a run's adapter; go on from a saved state and keep the new one."""
-    text = _prompt(prompt, file, has_state=state is not None)
+    text = prompt_of(prompt, file, has_state=state is not None)
     until = None if expires is None else states.lifetime(expires)
     if until is not None and save_state is None:
         raise Refusal("--expires says when a saved state ends: give --save-state too")
@@ -77,7 +77,8 @@ def generate(
         typer.echo(f"state: {save_state} ({header.tokens} tokens{ends})", err=True)
 
 
-def _prompt(prompt: str | None, file: str | None, *, has_state: bool) -> str:
+def prompt_of(prompt: str | None, file: str | None, *, has_state: bool) -> str:
+    """Return what to go on from, of the two options that may say so."""
     if prompt is not None and file is not None:
         raise Refusal("--prompt and --file both came: expected one of them")
     if file is not None:

@@ -32,23 +32,24 @@ from fedloom.models.tokenizer import Tokenizer
 from fedloom.wire import arrays_digest
 
 
-class Session:
-    """One context that goes on: what the model keeps of it, and its last token.
+class Context:
+    """One context that goes on: what a model keeps of it, and its last token.
 
     The last token is always still to be read: reading it gives the next one's distribution, so
-    that a session is a cache and one token id, with no logits to keep.
+    that a context is a cache and one token id, with no logits to keep.
 
     Parameters
     ----------
+    model : PreTrainedModel
+        Read with whatever hangs on it.
     chunk : int
         Tokens of a prompt that are read at once.
     """
 
-    def __init__(self, adapter: Adapter, *, chunk: int = 256) -> None:
+    def __init__(self, model: PreTrainedModel, *, chunk: int = 256) -> None:
         if chunk < 1:
             raise ValueError(f"chunk = {chunk}: expected 1 at least")
-        self.adapter, self.chunk = adapter, chunk
-        self.model: PreTrainedModel = adapter.model.get_base_model().eval()
+        self.model, self.chunk = model.eval(), chunk
         self.cache = MemoryCache(self.model.config)
         self.pending: int | None = None
         self.tokens = 0
@@ -108,6 +109,14 @@ class Session:
         return out.logits[0, -1]  # type: ignore[no-any-return]
 
 
+class Session(Context):
+    """A context of an adapter's, which can be saved and gone on with."""
+
+    def __init__(self, adapter: Adapter, *, chunk: int = 256) -> None:
+        super().__init__(adapter.model.get_base_model(), chunk=chunk)
+        self.adapter = adapter
+
+
 def _choose(logits: Tensor, temperature: float, seed: int, place: int) -> int:
     if temperature == 0:
         return int(logits.argmax())
@@ -117,7 +126,7 @@ def _choose(logits: Tensor, temperature: float, seed: int, place: int) -> int:
 
 
 def generate(
-    session: Session,
+    session: Context,
     tokenizer: Tokenizer,
     prompt: str | Sequence[int],
     *,

@@ -14,18 +14,29 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from fedloom import seeds
-from fedloom.adapters.attach import Adapter, is_memory_array
+from fedloom.adapters.attach import is_memory_array
 from fedloom.config import TrainConfig
 
 Example = TypeVar("Example")
 _POOL = 8  # batches that are sorted by length together, to pad little and still shuffle well
+
+
+class Trainable(Protocol):
+    """What the loop trains: an ``Adapter``, or the read-outs of a ``FastMemory``."""
+
+    @property
+    def model(self) -> nn.Module:
+        """What is switched to training and back."""
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Return what is trained, by name."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +110,7 @@ class Pull(StepHook):
 
 
 def train_locally(
-    adapter: Adapter,
+    adapter: Trainable,
     examples: Sequence[Example],
     loss: Callable[[list[Example]], tuple[Tensor, int]],
     length: Callable[[Example], int],
