@@ -119,9 +119,6 @@ def forget(
     typer.echo(f"certificate: {folder / 'forgotten.jsonl'}")
 
 
-app.command()(forget)
-
-
 def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
