@@ -16,6 +16,8 @@ from fedloom.data import images, labelled, sentences
 from fedloom.data.labelled import load_labelled
 from fedloom.errors import Refusal
 
+from fetched import skip_without
+
 
 def test_digits_are_all_there():
     data = load_labelled("packaged:digits")
@@ -186,6 +188,7 @@ def test_npm_is_asked_for_a_version():
     ],
 )
 def test_packaged_sets_are_what_their_archives_say(source, rows, classes, test):
+    skip_without(source)
     data = load_labelled(source)
     assert (len(data), len(data.items), len(data.classes)) == (rows, rows, classes)
     assert (None if data.test is None else int(data.test.sum())) == test

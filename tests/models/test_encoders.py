@@ -22,6 +22,8 @@ from fedloom.models import efficientnet, image_encoders
 from fedloom.models.base import load_base
 from fedloom.models.encoders import Pixels, ReluFeatures, load_encoder
 
+from fetched import skip_without
+
 TEXTS = ["amber brook", "cedar dune ember fjord grove", "kelp", "dune amber kelp"]
 WORDS = ("amber", "brook", "cedar", "dune", "ember", "fjord", "grove", "kelp", "a", "photo", "of")
 
@@ -335,6 +337,7 @@ def test_minilm_is_itself():
         ["A man is eating food.", "Someone has a meal.", "The stock market fell."]
     )
     assert a @ b > 0.6 > 0.1 > abs(a @ c)
+    skip_without("packaged:uci-sentences")
     data = load_labelled("packaged:uci-sentences")
     places = np.random.default_rng(0).permutation(1000)[:600]  # amazon
     items = [data.items[i] for i in places]
@@ -343,6 +346,7 @@ def test_minilm_is_itself():
 
 @pytest.mark.slow
 def test_efficientnet_is_itself():
+    skip_without("packaged:cifar10")
     data = load_labelled("packaged:cifar10")
     places = np.random.default_rng(0).permutation(len(data))[:1000]
     encoder = load_encoder("packaged:efficientnet-lite0")
