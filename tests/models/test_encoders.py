@@ -18,7 +18,7 @@ from transformers import (
 
 from fedloom.data.labelled import load_labelled
 from fedloom.errors import Refusal
-from fedloom.models import efficientnet, image_encoders
+from fedloom.models import efficientnet, encoders, image_encoders
 from fedloom.models.base import load_base
 from fedloom.models.encoders import Pixels, ReluFeatures, load_encoder
 
@@ -174,12 +174,12 @@ def test_sentence_transformers_say_how_they_pool(bert):
     (bert / "1_Pooling").mkdir()
     told = bert / "1_Pooling" / "config.json"
     told.write_text(json.dumps({"pooling_mode_cls_token": True, "word_embedding_dimension": 32}))
-    load_encoder.cache_clear()
+    encoders._load.cache_clear()
     first = load_encoder(f"path:{bert}")
     assert first.digest != plain.digest
     assert not np.allclose(first.encode(TEXTS), plain.encode(TEXTS), atol=1e-3)
     told.write_text(json.dumps({"pooling_mode_max_tokens": True}))
-    load_encoder.cache_clear()
+    encoders._load.cache_clear()
     with pytest.raises(Refusal, match="pools by"):
         load_encoder(f"path:{bert}")
 
@@ -229,17 +229,17 @@ def test_sentence_encoders_name_classes_by_their_words(bert):
 
 def test_the_digest_covers_weights_and_preprocessing(clip):
     digest = load_encoder(f"path:{clip}").digest
-    load_encoder.cache_clear()
+    encoders._load.cache_clear()
     assert load_encoder(f"path:{clip}").digest == digest
     path = clip / "preprocessor_config.json"
     path.write_text(path.read_text().replace("0.5", "0.6"))
-    load_encoder.cache_clear()
+    encoders._load.cache_clear()
     changed = load_encoder(f"path:{clip}").digest
     model = CLIPModel.from_pretrained(clip)
     with torch.no_grad():
         model.visual_projection.weight[0, 0] += 1
     model.save_pretrained(clip)
-    load_encoder.cache_clear()
+    encoders._load.cache_clear()
     assert len({digest, changed, load_encoder(f"path:{clip}").digest}) == 3
 
 

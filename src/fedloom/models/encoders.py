@@ -110,7 +110,6 @@ class ReluFeatures:
         return unit(np.maximum(keys @ self._matrix, 0.0))
 
 
-@functools.lru_cache(maxsize=4)
 def load_encoder(source: str, device: str = "cpu") -> Encoder:
     """Load an encoder by name, the same object at each call.
 
@@ -119,12 +118,17 @@ def load_encoder(source: str, device: str = "cpu") -> Encoder:
     Refusal
         If the source is not known or cannot be had.
     """
+    return _load(source, device)  # a default left out or written out is one entry of the cache
+
+
+@functools.lru_cache(maxsize=4)
+def _load(source: str, device: str) -> Encoder:
     kind, _, rest = source.partition(":")
     if kind == "pixels":
         return Pixels(_size(source, rest or "64"))
     if kind == "relu":
         width, _, base = rest.partition(":")
-        return ReluFeatures(_size(source, width), load_encoder(base, device))
+        return ReluFeatures(_size(source, width), _load(base, device))
     if source == "packaged:efficientnet-lite0":
         from fedloom.models import image_encoders  # torch: not for who only names encoders
 
