@@ -2,7 +2,8 @@
 """FAAST's local work: one forward pass over own rows, and sums that say nothing of their number.
 
 No gradient, no optimiser, no step: keys of a frozen encoder are multiplied and added up.  Rows and
-keys stay in this process; what leaves is ``K'K``, ``K'V``, counts, and sums of scores.
+keys stay in this process; what leaves is ``K'K``, ``K'V``, counts, and sums of scores, or less
+(``fedloom.clients.shares``).
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from numpy.typing import NDArray
 
 from fedloom import __version__, border, seeds
 from fedloom.clients.bridge import AdapterClient, partition_of
-from fedloom.clients.keys import KeyBench, Side, key_bench, recipe_of
+from fedloom.clients.keys import SIDES, KeyBench, Side, key_bench, recipe_of
+from fedloom.clients.shares import own_sums, sums_to_send
 from fedloom.errors import Refusal
 from fedloom.rules.candidates import best, candidates
 from fedloom.rules.reading import one_hot, read, score_sums
@@ -27,33 +29,32 @@ from fedloom.rules.statistics import Gram
 Sums = dict[str, int | float]
 
 
-def sums_to_send(gram: Gram) -> dict[str, NDArray[Any]]:
-    """Turn sums into the arrays of a reply: the only place where they leave a client."""
-    return dict(gram.arrays())
-
-
 class FAASTClient(AdapterClient):
     """One owner of labelled items, and a share in this process's encoder."""
 
     def __init__(self, context: Context) -> None:
         super().__init__()
-        self.config = recipe_of(context)
+        self.context, self.config = context, recipe_of(context)
         self.partition_id = partition_of(context)
         self.revision = int(context.node_config.get("revision", 1))
 
     def get_properties(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Say what this node holds and which frozen encoder it has."""
+        """Say what this node holds and which frozen encoder it has.
+
+        How many rows it will sum, and which, it says only where its sums would tell the same.
+        """
         bench = key_bench(self.config)
         if config.get("adapter"):
             return {"manifest": bench.manifest.to_json(), "peft": ""}
-        train = sum(len(bench.rows(self.partition_id, side)) for side in ("summed", "validation"))
+        summed, held, test = (len(bench.rows(self.partition_id, side)) for side in SIDES)
+        bare = self.config.faast.shares == "sums"
         return {
             "partition": self.partition_id,
             "name": bench.partition.clients[self.partition_id].name,
-            "train": train,
-            "test": len(bench.rows(self.partition_id, "test")),
+            **({"train": summed + held} if bare else {"validation": held}),
+            "test": test,
             "revision": self.revision,
-            "partition-json": bench.partition_json if config.get("partition") else "",
+            "partition-json": bench.partition_json if bare and config.get("partition") else "",
             "version": __version__,
             **{key: digest for key, digest in bench.digests.items() if key != "manifest"},
             "device": self.config.model.device,
@@ -72,30 +73,36 @@ class FAASTClient(AdapterClient):
     ) -> tuple[NDArrays, int, dict[str, Any]]:
         """Sum over this client's rows; refuse where too few rows would show through."""
         bench = self._checked(config)
-        rows, least = len(bench.rows(self.partition_id, "summed")), self.config.faast.min_count
-        if rows < least:
-            raise Refusal(
-                f"client {self.partition_id} has {rows} rows to sum, fewer than faast.min-count ="
-                f" {least}: sums of few rows show them, and none were sent"
-            )
+        self._check_enough(bench)
         before, started = bench.forwards, time.perf_counter()
         summed = bench.side(self.partition_id, "summed")
         encoded, forwards = time.perf_counter(), bench.forwards - before
-        gram = Gram.of(summed.unit(), one_hot(summed.labels, len(bench.classes)))
-        ended = time.perf_counter()
+        given, values = self.config.faast, one_hot(summed.labels, len(bench.classes))
+        gram = own_sums(given, summed.unit(), values)
+        arrays = sums_to_send(gram, given, self.context, config)
+        self.array_names = list(arrays)
+        if given.shares != "sums":  # a count, a time or a score would tell what the arrays hide
+            return list(arrays.values()), 1, {"revision": self.revision}
         metrics: dict[str, Any] = {
             "revision": self.revision,
-            "seconds": ended - started,
+            "seconds": time.perf_counter() - started,
             "seconds-encoding": encoded - started,
-            "seconds-summing": ended - encoded,
+            "seconds-summing": time.perf_counter() - encoded,
             "forwards": forwards,
             "pid": os.getpid(),
         }
         alone = self._alone(bench, gram)
         metrics |= {f"local-{key}": value for key, value in alone.items()}
-        arrays = sums_to_send(gram)
-        self.array_names = list(arrays)
         return list(arrays.values()), int(gram.count), metrics
+
+    def _check_enough(self, bench: KeyBench) -> None:
+        given, rows = self.config.faast, len(bench.rows(self.partition_id, "summed"))
+        if rows < given.min_count:
+            has = f"{rows} rows to sum," if given.shares == "sums" else "rows to sum, but"
+            raise Refusal(
+                f"client {self.partition_id} has {has} fewer than faast.min-count ="
+                f" {given.min_count}: sums of few rows show them, and none were sent"
+            )
 
     def evaluate(
         self, parameters: NDArrays, config: dict[str, Any]

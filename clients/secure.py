@@ -65,6 +65,14 @@ def masked(context: Context, config: Mapping[str, Any], arrays: Arrays) -> Words
     return words
 
 
+def finishers(context: Context, config: Mapping[str, Any]) -> int:
+    """Return how many clients will be in the sum, at least: what this client was told of it.
+
+    A client shares no secret below a threshold of more than half of those who gave keys.
+    """
+    return _session(context, config).threshold
+
+
 def _keys(context: Context, config: dict[str, Any], source: Source) -> Arrays:
     if "partition-id" not in context.node_config:
         raise Refusal(

@@ -12,6 +12,7 @@ from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 
 from fedloom.clients.bridge import serve
+from fedloom.clients.secure import serve_sums
 from fedloom.errors import Refusal
 
 
@@ -42,3 +43,4 @@ app = ClientApp()  # a plain assignment: Flower looks for it by syntax
 for _action, _client in CLIENTS.items():
     serve(app, _client, action=_action, queries=False)
 serve(app, _named)
+serve_sums(app)

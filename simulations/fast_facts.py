@@ -27,6 +27,8 @@ class FastFacts:
     solutions: tuple[Row, ...]
     """Each alpha and prior with its scores on validation rows; empty if nothing was chosen."""
     validation_rows: int | None
+    shares: Row
+    """What the server saw, of whom, and at what price of privacy; empty if nothing was solved."""
 
     def to_tree(self) -> dict[str, Any]:
         """Return it as plain JSON."""
@@ -35,7 +37,9 @@ class FastFacts:
         told = {key: self.solved.get(key) for key in (*kept, *more)}
         head = {"keys": self.keys, "classes": self.classes, "sums-bytes": self.sums_bytes}
         chosen = {"validation-rows": self.validation_rows, "solutions": list(self.solutions)}
-        return {**head, **told, **chosen}
+        told_apart = ("event", "time", "round", "reply-bytes")
+        shares = {key: value for key, value in self.shares.items() if key not in told_apart}
+        return {**head, **told, **chosen, "shares": shares}
 
 
 def fast_facts(config: RunConfig | None, events: Sequence[Row]) -> FastFacts | None:
@@ -47,11 +51,13 @@ def fast_facts(config: RunConfig | None, events: Sequence[Row]) -> FastFacts | N
         return next((e for e in reversed(events) if e.get("event") == name and key in e), {})
 
     widths, choice = last("adapter", "keys"), last("choice", "solutions")
+    shares = last("shares", "mode")
     return FastFacts(
         keys=widths.get("keys"),
         classes=widths.get("classes"),
-        sums_bytes=widths.get("bytes"),
-        solved=last("round", "alpha"),
+        sums_bytes=shares.get("reply-bytes", widths.get("bytes")),
+        solved=last("round", "rank"),
         solutions=tuple(choice.get("solutions", ())),
         validation_rows=int(choice["rows"]) if "rows" in choice else None,
+        shares=shares,
     )

@@ -55,8 +55,9 @@ class RunFolder:
         self._write("environment.json", json.dumps(_environment(config), indent=1))
 
     def keep_partition(self, text: str) -> None:
-        """Write who holds which rows."""
-        self._write("partition.json", text)
+        """Write who holds which rows, if the nodes say so."""
+        if text:
+            self._write("partition.json", text)
 
     def keep_manifest(self, manifest: Manifest) -> None:
         """Write the adapter's names, shapes, dtypes and the hashes of its base."""

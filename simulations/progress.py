@@ -179,6 +179,8 @@ def plain_lines(event: Event, picture: Picture) -> list[str]:
             return [f"{widths}; {size(int(event.get('bytes', 0)))} of sums from each client"]
         case "choice":
             return [f"{where}: {_choice(event)}"]
+        case "shares":
+            return [f"{where}: the server saw {event.get('seen')}{_spent(event)}"]
         case "adapter":
             counts = f"{event.get('lora', 0):,} of LoRA, {event.get('memory', 0):,} of memory"
             return [f"trainable: {counts}; {size(int(event.get('bytes', 0)))} up at most"]
@@ -196,6 +198,13 @@ def plain_lines(event: Event, picture: Picture) -> list[str]:
             tail = "" if left is None else f", {duration(left)} left"
             return [f"{where}: {', '.join(round_facts(event))}{tail}"]
     return []
+
+
+def _spent(event: Event) -> str:
+    lost = f", {len(event['lost'])} clients lost" if event.get("lost") else ""
+    if "epsilon-spent" not in event:
+        return lost
+    return f"{lost}; epsilon {event['epsilon-spent']:.3g} spent at delta {event.get('delta'):.3g}"
 
 
 def round_facts(row: Event) -> list[str]:

@@ -107,7 +107,8 @@ def _check_agreement(config: RunConfig, roster: Roster) -> None:
 
 def _announce(roster: Roster, journal: Journal) -> None:
     shown = ("partition", "name", "train", "test", "device", "visible-gpus", "pid")
-    nodes = [{key: roster.properties[p][key] for key in shown} for p in roster.partitions]
+    hidden = {"train": "hidden"}  # where a client does not say how many rows its sums are of
+    nodes = [{k: (hidden | roster.properties[p])[k] for k in shown} for p in roster.partitions]
     journal.event("nodes", nodes=nodes)
 
 

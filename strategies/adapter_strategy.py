@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import uuid
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any, TypeVar, cast
 
@@ -240,14 +240,15 @@ class AdapterStrategy(Strategy):
         partitions: list[int],
         arrays: ArrayRecord,
         config: dict[str, Any],
+        each: Callable[[int], Mapping[str, Any]] = lambda partition: {},
     ) -> list[Message]:
-        """Build one message a partition, each with a content of its own, and weigh it."""
+        """Build one message a partition, which also says what ``each`` has for it; weigh it."""
         self._asked = set(partitions)
         self.journal.event("phase", round=server_round, phase=phase, clients=len(partitions))
         messages = []
         for partition in self.roster.by_work(partitions, "train" if kind == "train" else "test"):
             given = self.for_client(partition, arrays) if len(arrays) else arrays
-            records = border.content(given, config)
+            records = border.content(given, {**config, **each(partition)})
             self._weigh(records, server_round, phase, "down", partition)
             node = self.roster.nodes[partition]
             messages.append(Message(records, node, f"{kind}.{self.action}"))

@@ -16,20 +16,23 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.exception import AggregationError
 from numpy.typing import NDArray
 
 from fedloom import border
+from fedloom.config import FaastConfig
 from fedloom.errors import Refusal
 from fedloom.flat import Scalar
-from fedloom.rules.admission import check_sums
-from fedloom.rules.candidates import best, candidates
+from fedloom.rules.candidates import best
 from fedloom.rules.revisions import Contributions, digest_of
+from fedloom.rules.shares import gram_of as gram_of
+from fedloom.rules.shares import listing
 from fedloom.rules.solving import FastWeights
-from fedloom.rules.statistics import CROSS, GRAM, SQUARES, Gram
 from fedloom.strategies.adapter_strategy import AdapterStrategy
+from fedloom.strategies.roster import ReplyStream
+from fedloom.strategies.shares import Shares
 from fedloom.strategies.shelf import Choice, SumsShelf
 from fedloom.wire import Arrays, Manifest, Update
 
@@ -37,20 +40,10 @@ WEIGHTS = "weights"
 _VALIDATED = ("correct", "gold-ce-sum")
 
 
-def gram_of(update: Update) -> Gram:
-    """Make a Gram of one reply or of their total: the only place that reads sums off an update."""
-    return Gram.from_arrays(update.whole(), update.weight)
-
-
-def sums_of(manifest: Manifest) -> Manifest:
-    """Describe a reply: the weights' manifest, with sums for those widths in their place."""
+def sums_of(manifest: Manifest, given: FaastConfig | None = None) -> Manifest:
+    """Describe a reply: the weights' manifest, with what travels of sums in their place."""
     keys, classes = manifest.arrays[WEIGHTS][0]
-    shapes: dict[str, tuple[int, ...]] = {
-        GRAM: (keys * (keys + 1) // 2,),
-        CROSS: (keys, classes),
-        SQUARES: (1,),
-    }
-    return replace(manifest, arrays={n: (s, "float64") for n, s in sorted(shapes.items())})
+    return replace(manifest, arrays=listing(given or FaastConfig(), keys, classes))
 
 
 class FAAST(AdapterStrategy):
@@ -58,6 +51,7 @@ class FAAST(AdapterStrategy):
 
     The manifest's one array is ``weights`` ``[d, C]``, solved for one-hot values; clients whose
     labels have embeddings apply them when they read.  Server memory does not grow with clients.
+    ``faast.shares`` says how sums travel: see ``fedloom.strategies.shares``.
     """
 
     action = "faast"  # served by fedloom.clients.faast
@@ -67,6 +61,7 @@ class FAAST(AdapterStrategy):
         super().__init__(*given, **named)
         folder = self.journal.folder
         self.shelf = SumsShelf(folder / "sums" if folder is not None else None)
+        self.shares = Shares(self.config, self.roster, self.run_token, self.journal)
         self.contributions = Contributions()
         self.choice: Choice | None = None
         self._revisions: dict[int, int] = {}
@@ -80,7 +75,7 @@ class FAAST(AdapterStrategy):
 
     def expected_reply(self, server_round: int, partition: int) -> Manifest:
         """Return the sums' names, shapes and dtypes: the same for every number of rows."""
-        return sums_of(self.manifest)
+        return sums_of(self.manifest, self.config.faast)
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -90,12 +85,26 @@ class FAAST(AdapterStrategy):
         self.server_round, self.round_facts = server_round, {}
         drawn = self.roster.sample(self.config.seed, server_round, self.config.sampling.fraction)
         asked = [partition for partition in drawn if self._has_news(partition)]
+        assert isinstance(grid, ReplyStream)
+        asked = self.shares.begin(grid, server_round, asked)
         told = {**config, **self.train_config(server_round)}
-        return self._messages("train", "train", server_round, asked, ArrayRecord(), told)
+        nothing, each = ArrayRecord(), self.shares.told
+        return self._messages("train", "train", server_round, asked, nothing, told, each)
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Add the good replies and solve; count what the clients gave away."""
+        heeded = self.shares.heed(
+            replies, lambda reply: self._partition_of.get(self._answered_for(reply), -1)
+        )
+        return super().aggregate_train(server_round, heeded)
 
     def _has_news(self, partition: int) -> bool:
         if partition not in self.contributions:
             return True
+        if self.shares.masked:  # no one has its old sums to take out
+            return False
         told = int(self.roster.properties.get(partition, {}).get("revision", 1))
         return told > self.contributions[partition].revision
 
@@ -108,8 +117,11 @@ class FAAST(AdapterStrategy):
             self.expected_reply(server_round, partition).check_arrays(arrays)
         except Refusal as refusal:
             raise Refusal(f"{who}: {refusal}") from refusal
-        update = Update.summed(arrays, metrics[border.WEIGHT], partition)
-        check_sums(gram_of(update), who, rows=self._rows_to_sum(partition))
+        if self.shares.masked:
+            self.shares.take(partition, arrays)
+            return Update.summed({}, 1.0, partition)  # what it brought shows in the sum alone
+        count, rows = metrics[border.WEIGHT], self._rows_to_sum(partition)
+        update = self.shares.read(arrays, count, who, partition, rows)
         revision = int(metrics["revision"])
         old = self.contributions.check(partition, revision, digest_of(update))
         if old is not None and self.shelf.find(partition, old.revision) is None:
@@ -128,10 +140,12 @@ class FAAST(AdapterStrategy):
     def fold(self, updates: Iterable[Update], sent: Arrays) -> dict[str, NDArray[Any]]:
         """Add each reply to the total, then solve it for every filter from one factorisation."""
         for update in updates:
-            self._take(update)
+            if not self.shares.masked:
+                self._take(update)
+        if self.shares.masked:
+            self.contributions.add_together(*self.shares.finish())
         started = time.perf_counter()
-        gram, given = gram_of(self.contributions.total), self.config.faast
-        self._solutions = candidates(gram, given.alpha_list, given.ridge)
+        self._solutions = self.shares.solve(self.contributions.total)
         self.round_facts["solve-seconds"] = time.perf_counter() - started
         return {WEIGHTS: np.stack([found.weights for found in self._solutions])}
 
@@ -144,6 +158,7 @@ class FAAST(AdapterStrategy):
             self.shelf.drop(partition, before)
         else:
             self.contributions.add(partition, revision, update)
+        self.shares.added()
         if self.config.faast.keep_sums:
             self.shelf.put(partition, revision, update)
 
@@ -153,7 +168,8 @@ class FAAST(AdapterStrategy):
 
     def settle(self, server_round: int, folded: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
         """Choose one solution, on the clients' validation rows if there is a choice."""
-        if not self._solutions:  # nobody came with anything new
+        if not self._solutions:  # nobody came with anything new, but some may have been asked
+            self._tell_shares(server_round)
             return folded
         at = (0, 0)
         if self.config.faast.chooses:
@@ -161,10 +177,18 @@ class FAAST(AdapterStrategy):
         chosen, solutions = self._solutions[at[0]], self._solutions
         self._solutions = []
         given = self.config.faast
-        self.choice = Choice(given.alpha_list[at[0]], given.ridge, given.prior_list[at[1]])
+        self.choice = Choice(given.filters[at[0]], given.ridge, given.prior_list[at[1]])
         self.shelf.keep(self.contributions, self.choice)
         self.round_facts |= self._facts(chosen, sum(s.floored for s in solutions))
+        self._tell_shares(server_round)
         return {WEIGHTS: chosen.weights}
+
+    def _tell_shares(self, server_round: int) -> None:
+        """Say what the server has seen so far, and what was spent."""
+        self.round_facts |= self.shares.figures()
+        told = self.shares.facts(len(self.contributions))
+        size = self.expected_reply(server_round, 0).nbytes()
+        self.journal.event("shares", round=server_round, reply_bytes=size, **told)
 
     def _facts(self, chosen: FastWeights, floored: int) -> dict[str, float]:
         assert self.choice is not None
@@ -176,17 +200,17 @@ class FAAST(AdapterStrategy):
             "tolerance": chosen.tolerance,
             "explained": chosen.explained,
             "condition": chosen.condition,
-            "rows": self.contributions.total.weight,
+            "rows": self.shares.count_of(self.contributions.total),
             "summed-clients": len(self.contributions),
             "floored": floored,
         }
-        return {key: value for key, value in facts.items() if math.isfinite(value)}
+        return {k: v for k, v in facts.items() if v is not None and math.isfinite(v)}
 
     def _memory_share(self, prior: float) -> float:
         """Return ``r = N / (N + N0)``."""
         if not len(self.contributions):
             return 0.0
-        rows = self.contributions.total.weight
+        rows = self.shares.count_of(self.contributions.total)
         return rows / (rows + prior)
 
     def evaluate_config(self, server_round: int) -> dict[str, Scalar]:
@@ -206,7 +230,7 @@ class FAAST(AdapterStrategy):
         }
         arrays = border.pack_arrays({WEIGHTS: weights})
         messages = self._messages("evaluate", "validation", server_round, asked, arrays, told)
-        places = list(np.ndindex(len(given.alpha_list), len(given.prior_list)))
+        places = list(np.ndindex(len(given.filters), len(given.prior_list)))
         needed = [f"{key}-{i}-{j}" for i, j in places for key in _VALIDATED]
 
         def read(partition: int, records: RecordDict) -> dict[str, Any]:
@@ -225,8 +249,9 @@ class FAAST(AdapterStrategy):
         return self._best(server_round, rows, places)
 
     def _validation_rows(self, partition: int) -> int:
-        told = self.roster.properties.get(partition, {}).get("train", 0)
-        return self.config.faast.held_out(int(told))
+        """Return how many it has; a client that tells no rows at the roll call tells these."""
+        told = self.roster.properties.get(partition, {})
+        return int(told.get("validation", self.config.faast.held_out(int(told.get("train", 0)))))
 
     def _best(
         self, server_round: int, rows: list[dict[str, Any]], places: list[tuple[int, ...]]
@@ -239,7 +264,7 @@ class FAAST(AdapterStrategy):
         ]
         table = [
             {
-                "alpha": given.alpha_list[i],
+                "alpha": given.filters[i],
                 "prior": given.prior_list[j],
                 "rank": self._solutions[i].rank,
                 "accuracy": right / n,

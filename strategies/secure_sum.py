@@ -97,6 +97,11 @@ class SecureSum:
         self._ask(messages.SHARES, dict.fromkeys(peers, asked), letters)
         return collector.senders()
 
+    @property
+    def needed(self) -> int:
+        """How many clients must stay to the end of the sum that was begun."""
+        return self._collector.threshold
+
     def told(self, partition: int) -> dict[str, Any]:
         """Return what a partition's own message must say besides: letters that only it can open."""
         letters = self._collector.letters_to(partition)

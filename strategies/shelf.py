@@ -30,7 +30,8 @@ _TOTAL, _LEDGER, _COUNT = "total.safetensors", "ledger.json", "count"
 class Choice:
     """How the weights were made of the total."""
 
-    alpha: float
+    alpha: float | None
+    """None if the sums are noisy: no filter is for those."""
     ridge: float
     prior: float
 

@@ -101,3 +101,10 @@ class Rehearsal:
         self.numbers()
         self.unmask()
         return self.collector.total()
+
+
+def chi_square(data: bytes) -> float:
+    """Deviations of byte counts from uniform in standard deviations; 255 degrees of freedom."""
+    counts = np.bincount(np.frombuffer(data, np.uint8), minlength=256)
+    expected = len(data) / 256
+    return (float(((counts - expected) ** 2 / expected).sum()) - 255) / np.sqrt(2 * 255)

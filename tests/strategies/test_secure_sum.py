@@ -24,7 +24,7 @@ from fedloom.simulations.inprocess import InProcessGrid
 from fedloom.strategies import Journal, ReplyStream, Roster
 from fedloom.strategies.secure_sum import SecureSum, Summed
 
-from summations import RUN, plain_sum
+from summations import RUN, chi_square, plain_sum
 
 FIRST_NODE = 1000
 COUNT = "count"
@@ -148,13 +148,6 @@ def check_sum(found: Summed, partitions: Iterable[int], make=statistics) -> None
     assert found.arrays.keys() == wanted.keys()
     for name, array in wanted.items():
         np.testing.assert_array_equal(found.arrays[name], array)
-
-
-def chi_square(data: bytes) -> float:
-    """Deviations of byte counts from uniform in standard deviations; 255 degrees of freedom."""
-    counts = np.bincount(np.frombuffer(data, np.uint8), minlength=256)
-    expected = len(data) / 256
-    return (float(((counts - expected) ** 2 / expected).sum()) - 255) / np.sqrt(2 * 255)
 
 
 def test_two_rounds_of_sums_are_the_plain_ones_bit_for_bit():

@@ -21,7 +21,8 @@ class FaastConfig:
     """Spectral filter: singular values above ``N ** -alpha`` of the largest are kept. Of more than
     one the best on validation rows is taken, all from one factorisation."""
     ridge: float = 0.0
-    """Solve ``(K'K + ridge I) W = K'V`` in the kept directions."""
+    """Solve ``(K'K + ridge I) W = K'V`` in the kept directions. After noise, 0 takes the largest
+    eigenvalue that the noise may make, and no ``alphas`` are looked at."""
     values: str = "one-hot"
     """``one-hot``, or ``labels``: what is read is compared with the encoder's embeddings of the
     classes' names. Clients send class sums in either case."""
@@ -37,14 +38,33 @@ class FaastConfig:
     min_count: int = 8
     """A client refuses to send sums over fewer rows: those of one row are its key."""
     shares: str = "sums"
-    """How sums travel: ``sums``, as they are. The server sees each client's."""
+    """How sums travel: ``sums``, as they are, and the server sees each client's; ``masked``, and it
+    learns nothing but their sum; ``private``, with noise that each client adds; ``masked-private``,
+    with masks and noise that together the clients add (docs/security.md)."""
+    threshold: float = 0.667
+    """Masks: more than so large a share of the clients that were asked must stay to the end, or the
+    run fails. Above 0.5."""
+    bits: int = 40
+    """Masks: bits after the point of the whole numbers that are added; sums must stay below
+    ``2 ** (63 - bits)``."""
+    epsilon: float = 0.0
+    """Noise: the guarantee of one release of a client's sums, with ``delta``; 0 is none and goes
+    with shares that have no noise."""
+    delta: float = 1e-5
+    """Noise: how likely the guarantee may fail; below one in the number of rows."""
+    protects: str = "row"
+    """Noise hides one ``row`` more or less, or a whole ``client`` and all its rows."""
+    client_bound: float = 0.0
+    """``protects = "client"``: a client's sums are shrunk to this joint norm of K'K and K'V; of n
+    rows it is at most ``1.42 n``."""
     keep_sums: bool = False
     """The server keeps each client's sums, so that a client can be replaced or forgotten without
     sending them again."""
 
     def __post_init__(self) -> None:
         one_of("faast.values", self.values, ("one-hot", "labels"))
-        one_of("faast.shares", self.shares, ("sums",))
+        one_of("faast.shares", self.shares, ("sums", "masked", "private", "masked-private"))
+        self._check_shares()
         at_least("faast.ridge", self.ridge, 0)
         at_least("faast.min-count", self.min_count, 1)
         for key, text in (("faast.alphas", self.alphas), ("faast.priors", self.priors)):
@@ -64,6 +84,62 @@ class FaastConfig:
                 ' reads label embeddings; set faast.values = "labels" or leave priors out'
             )
 
+    def _check_shares(self) -> None:
+        """Refuse a promise that the mode cannot keep, and a key that it would not look at."""
+        mode = f'faast.shares = "{self.shares}"'
+        one_of("faast.protects", self.protects, ("row", "client"))
+        if not 0.5 < self.threshold < 1:
+            raise Refusal(
+                f"faast.threshold = {self.threshold}: expected above 0.5 and below 1, or two halves"
+                " of the clients could be told two stories"
+            )
+        if not 24 <= self.bits <= 52:
+            raise Refusal(f"faast.bits = {self.bits}: expected 24 to 52; 40 is right for most")
+        if self.keep_sums and self.masked:
+            raise Refusal(
+                f"faast.keep-sums = true with {mode}: no one but a client has its sums, so none can"
+                " be kept, replaced or forgotten; the leaver would have to send its own again, bare"
+            )
+        if self.keep_sums and self.private:
+            raise Refusal(
+                f"faast.keep-sums = true with {mode}: a replaced client would release the same rows"
+                " again, with more noise to pay for; set it to false"
+            )
+        self._check_noise(mode)
+
+    def _check_noise(self, mode: str) -> None:
+        if not self.private and (self.epsilon != 0 or self.protects != "row"):
+            raise Refusal(
+                f'faast.epsilon = {self.epsilon}, faast.protects = "{self.protects}" with {mode}:'
+                ' that adds no noise; set faast.shares = "private" or "masked-private"'
+            )
+        if self.private and not (0 < self.epsilon < math.inf and 0 < self.delta < 1):
+            raise Refusal(
+                f"faast.epsilon = {self.epsilon}, faast.delta = {self.delta} with {mode}: expected"
+                " an epsilon above 0 and a delta between 0 and 1, such as 1 and 1e-5"
+            )
+        whole = self.protects == "client"
+        if whole != (self.client_bound != 0) or not 0 <= self.client_bound < math.inf:
+            raise Refusal(
+                f'faast.client-bound = {self.client_bound} with faast.protects = "{self.protects}":'
+                " expected a bound above 0 for clients and none for rows"
+            )
+
+    @property
+    def masked(self) -> bool:
+        """Whether the server learns a sum of all clients and no client's own."""
+        return self.shares.startswith("masked")
+
+    @property
+    def private(self) -> bool:
+        """Whether clients add noise."""
+        return self.shares.endswith("private")
+
+    @property
+    def filters(self) -> tuple[float | None, ...]:
+        """What to solve with: each alpha or, after noise, a ridge that no alpha belongs to."""
+        return (None,) if self.private else self.alpha_list
+
     @property
     def alpha_list(self) -> tuple[float, ...]:
         """The filters, one by one."""
@@ -77,7 +153,7 @@ class FaastConfig:
     @property
     def chooses(self) -> bool:
         """Whether there is something to choose on validation rows."""
-        return len(self.alpha_list) * len(self.prior_list) > 1
+        return len(self.filters) * len(self.prior_list) > 1
 
     def held_out(self, rows: int) -> int:
         """Count the validation rows among so many training rows; one row at least is summed.

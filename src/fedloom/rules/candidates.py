@@ -10,7 +10,7 @@ from fedloom.rules.solving import BelowFloorWarning, Factorisation, FastWeights
 from fedloom.rules.statistics import Gram
 
 
-def candidates(gram: Gram, alphas: Sequence[float], ridge: float = 0.0) -> list[FastWeights]:
+def candidates(gram: Gram, alphas: Sequence[float | None], ridge: float = 0.0) -> list[FastWeights]:
     """Solve for every alpha; one that float64 sums cannot hold says so as ``floored``."""
     factorised = Factorisation.of(gram)
     with warnings.catch_warnings():

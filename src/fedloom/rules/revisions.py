@@ -7,7 +7,7 @@ idempotent and deleting honest.  It holds a digest of each contribution and not 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -23,9 +23,9 @@ class Entry:
 
     revision: int
     count: float
-    """Rows."""
+    """Rows; 0 if they were added under masks, and are known with the others' only."""
     digest: str
-    """SHA-256 over its sums and their count."""
+    """SHA-256 over its sums and their count; empty under masks."""
 
 
 def digest_of(update: Update) -> str:
@@ -116,6 +116,23 @@ class Contributions:
         self._put(update)
         self._entries[partition] = Entry(revision, update.weight, digest)
 
+    def add_together(self, partitions: Collection[int], update: Update) -> None:
+        """Add sums of which only the sum is known.
+
+        Raises
+        ------
+        Refusal
+            If one of these clients is in the total.
+        """
+        for partition in partitions:
+            if partition in self:
+                raise Refusal(
+                    f"client {partition} is in the sums under masks already: there is nothing to"
+                    " replace; start a new run"
+                )
+        self._put(update)
+        self._entries |= dict.fromkeys(partitions, Entry(1, 0.0, ""))
+
     def delete(self, partition: int, revision: int, old: Update | None) -> None:
         """Take a client's sums out of the total: ``old`` must be they, to the bit.
 
@@ -154,6 +171,11 @@ class Contributions:
         return cls(total, entries)
 
     def _check_old(self, partition: int, held: Entry, old: Update | None) -> None:
+        if not held.digest:
+            raise Refusal(
+                f"client {partition}: its sums came under masks, so nobody but the client has them;"
+                " it would have to send them again, bare, or the others run again without it"
+            )
         if old is None:
             raise Refusal(
                 f"client {partition}: its sums of revision {held.revision} were not kept; set"
