@@ -10,6 +10,7 @@ from safetensors.numpy import load_file
 
 from fedloom.clients.keys import key_bench
 from fedloom.config import RunConfig
+from fedloom.rules.fixed_point import rounding_bound
 from fedloom.rules.statistics import Gram
 from fedloom.wire import Update
 
@@ -47,3 +48,20 @@ def upload(keys: np.ndarray, values: np.ndarray, origin: int) -> Update:
     """Return one client's contribution."""
     gram = Gram.of(keys, values)
     return Update.summed(gram.arrays(), gram.count, origin)
+
+
+def weights_bound(gram: Gram, alpha: float, parties: int) -> float:
+    """How far weights can be moved by rounding each number of the sums, to first order, twice.
+
+    ``W = P G^-1 P C`` over eigenvalues above the cut; both the inverse and the projector move with
+    ``E``: by ``|E| / l^2`` and by ``|E| / gap`` (Davis and Kahan).
+    """
+    values = np.linalg.eigvalsh(gram.dense())[::-1]
+    kept = int((values > values[0] * gram.count ** (-2 * alpha)).sum())
+    least, gap = values[kept - 1], values[kept - 1] - (values[kept] if kept < len(values) else 0)
+    moved = rounding_bound(parties) * gram.keys  # Frobenius, d x d entries
+    return (
+        2
+        * moved
+        * (float(np.linalg.norm(gram.cross, 2)) * (1 / least**2 + 2 / (least * gap)) + 1 / least)
+    )
