@@ -59,7 +59,7 @@ class Factors:
 
     def norm(self) -> float:
         """Frobenius norm. No Gram matrix, which would square the condition number."""
-        return float(np.linalg.norm(_triangle(self.b) @ _triangle(self.a.T).T))
+        return float(np.linalg.norm(triangle(self.b) @ triangle(self.a.T).T))
 
     def folded(self) -> Factors:
         """Return factors of the same product that are no wider than its shorter side.
@@ -88,7 +88,8 @@ class Factors:
         return Spectrum(left * sign, values, right * sign[:, None])
 
 
-def _triangle(matrix: NDArray[Any]) -> NDArray[np.float64]:
+def triangle(matrix: NDArray[Any]) -> NDArray[np.float64]:
+    """Return the factor R of a QR decomposition, in float64."""
     return np.asarray(np.linalg.qr(np.asarray(matrix, np.float64), mode="r"))
 
 

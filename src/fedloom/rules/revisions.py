@@ -178,8 +178,9 @@ class Contributions:
             )
         if old is None:
             raise Refusal(
-                f"client {partition}: its sums of revision {held.revision} were not kept; set"
-                " faast.keep-sums = true or let the client send them again"
+                f"client {partition}: its sums of revision {held.revision} were not kept:"
+                " let the client send them again, or (bare sums) set faast.keep-sums = true and"
+                " run anew"
             )
         if digest_of(old) != held.digest:
             raise Refusal(

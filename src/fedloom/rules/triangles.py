@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fedloom.rules.factors import triangle
 from fedloom.rules.solving import FastWeights
 
 _ROWS = 8192
@@ -43,11 +44,11 @@ class Triangle:
         for start in range(0, len(keys), _ROWS):
             rows = slice(start, start + _ROWS)
             block = np.concatenate([factor, _joined(keys[rows], values[rows])])
-            factor = _qr(block)
+            factor = triangle(block)
         return cls(factor, int(keys.shape[1]), len(keys))
 
     def __add__(self, other: Triangle) -> Triangle:
-        factor = _qr(np.concatenate([self.factor, other.factor]))
+        factor = triangle(np.concatenate([self.factor, other.factor]))
         return Triangle(factor, self.keys, self.count + other.count)
 
     def solve(self, *, alpha: float, rank: int | None = None) -> FastWeights:
@@ -76,11 +77,6 @@ class Triangle:
             float(np.vdot(projected, projected)) / squares if squares else math.nan,
             float(sigma[0] / sigma[size - 1]) if size else math.nan,
         )
-
-
-def _qr(block: NDArray[np.float64]) -> NDArray[np.float64]:
-    triangle: Any = np.linalg.qr(block, mode="r")  # numpy's annotations know no such mode
-    return np.asarray(triangle)
 
 
 def _joined(keys: NDArray[Any], values: NDArray[Any]) -> NDArray[np.float64]:
