@@ -29,6 +29,7 @@ from fedloom.flat import Scalar
 from fedloom.rules import ControlSum, without_controls
 from fedloom.strategies.journal import Journal
 from fedloom.strategies.roster import ReplyStream, Roster
+from fedloom.strategies.tallies import macro, prefixed
 from fedloom.wire import Arrays, Manifest, Update
 
 Read = TypeVar("Read")
@@ -227,7 +228,7 @@ class AdapterStrategy(Strategy):
             return None
         rows = self._gather_scores(server_round, "evaluate", replies)
         self._announce_round(server_round, rows)
-        return border.numbers(_macro(rows)) if rows else None
+        return border.numbers(macro(rows)) if rows else None
 
     def summary(self) -> None:
         """Say nothing: the journal has it all."""
@@ -350,7 +351,7 @@ class AdapterStrategy(Strategy):
             head = {key: row[key] for key in ("round", "partition", "name")}
             self.journal.metric(**{k: v for k, v in row.items() if not k.startswith(_APART)})
             for prefix in _APART:
-                if scores := _prefixed(row, prefix):
+                if scores := prefixed(row, prefix):
                     self.journal.metric(**head, phase=prefix.removesuffix("-"), **scores)
 
     def _announce_round(self, server_round: int, rows: list[dict[str, Any]]) -> None:
@@ -367,24 +368,5 @@ class AdapterStrategy(Strategy):
             bytes_up=self.journal.bytes_of(server_round, "up"),
             failed=len(failed),
             **self.round_facts,
-            **(_macro(rows) if rows else {}),
+            **(macro(rows) if rows else {}),
         )
-
-
-def _prefixed(row: dict[str, Any], prefix: str) -> dict[str, Any]:
-    return {k.removeprefix(prefix): v for k, v in row.items() if k.startswith(prefix)}
-
-
-def _macro(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Average over clients, each client counting the same."""
-    means = _means(rows)
-    personal = [scores for row in rows if (scores := _prefixed(row, "personal-"))]
-    if len(personal) == len(rows):
-        means |= {f"personal-{key}": value for key, value in _means(personal).items()}
-    return means
-
-
-def _means(rows: list[dict[str, Any]]) -> dict[str, float]:
-    ce = [row["gold-ce-sum"] / row[border.WEIGHT] for row in rows]
-    accuracy = [row["correct"] / row[border.WEIGHT] for row in rows]
-    return {"gold-ce": float(np.mean(ce)), "accuracy": float(np.mean(accuracy))}
