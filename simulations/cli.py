@@ -27,6 +27,7 @@ from fedloom.simulations import (
     faast_cli,
     forget_cli,
     generate_cli,
+    readout_cli,
     state_cli,
 )
 
@@ -45,6 +46,7 @@ app.command()(doctor_cli.doctor)
 app.add_typer(state_cli.app, name="state")
 app.add_typer(faast_cli.app, name="faast")
 faast_cli.app.command()(forget_cli.forget)
+faast_cli.app.command(name="train-readout")(readout_cli.train_readout)
 
 Recipe = Annotated[str, typer.Argument(help="TOML recipe: a file, or the name of a packaged one.")]
 Settings = Annotated[

@@ -19,8 +19,8 @@ from fedloom.errors import Refusal
 from fedloom.simulations.generate_cli import prompt_of
 
 if TYPE_CHECKING:
-    from fedloom.adapters.fast_sums import Passage
-    from fedloom.adapters.fast_weights import FastMemory
+    from fedloom.adapters.fast_sums import Grams, Passage
+    from fedloom.adapters.fast_weights import FastMemory, ReadOut
     from fedloom.language.choosing import Choice
     from fedloom.models.base import Base
     from fedloom.rules.statistics import Gram
@@ -68,6 +68,10 @@ def compile_memory(
     r: Annotated[
         float | None, typer.Option(min=0.0, max=1.0, help="Share; chosen if left out.")
     ] = None,
+    readouts: Annotated[
+        Path | None,
+        typer.Option(help="File of fedloom faast train-readout: middle memories too."),
+    ] = None,
     match_scale: Annotated[
         bool, typer.Option("--match-scale", help="Bring what is read to the stream's length.")
     ] = False,
@@ -75,17 +79,19 @@ def compile_memory(
     model: Model = "embedded:smollm2-135m",
     dtype: Dtype = "float32",
 ) -> None:
-    """Compile an output memory from text, and choose alpha and r on text held out."""
+    """Compile a memory from text, and choose alpha and r of its output part on text held out."""
     if (not text) == (pairs is None):
         raise Refusal("expected --text SOURCE or --pairs FILE, one of them")
     names = tuple(name.strip() for name in languages.split(","))
     if len(names) != 2 or not all(names):
         raise Refusal(f'--languages "{languages}": expected two names with a comma between')
-    with _node():
+    with needs_node():
         from fedloom.adapters.fast_sums import compile_sums
+        from fedloom.adapters.readout_files import read_readout_manifest
     began = time.perf_counter()
-    base = _base(model, dtype)
-    last = _last(base)
+    trained = None if readouts is None else read_readout_manifest(readouts)
+    base = loaded(model, dtype)
+    last, middle = _last(base), _readouts(base, readouts)
     if pairs is None:
         documents = [_passages(base, each, length) for each in _texts(text or [])]
     else:
@@ -93,12 +99,13 @@ def compile_memory(
     support, held = _split(documents, needed=not validate and (alpha is None or r is None))
     if validate:
         held = [x for each in _texts(validate) for x in _passages(base, each, length)]
-    gram = compile_sums(base.model, support, places=[last])[last]
-    if not gram.count:
+    sums = compile_sums(base.model, support, places=[*middle, last], readouts=middle)
+    if not sums[last].count:
         raise Refusal("the support holds no two tokens in a row: expected running text")
-    choice = _choose(base, gram, held, alpha, r, match_scale)
-    told = _write(out, base, gram, choice, alpha, r, match_scale)
-    typer.echo(f"{int(gram.count)} pairs, {time.perf_counter() - began:.1f} s", err=True)
+    memory = _middle_memory(base, sums, middle, trained.alpha if trained else 1.0, match_scale)
+    choice = _choose(base, sums[last], held, alpha, r, match_scale)
+    told = _write(out, base, sums[last], memory, choice, alpha, r)
+    typer.echo(f"{int(sums[last].count)} pairs, {time.perf_counter() - began:.1f} s", err=True)
     typer.echo(json.dumps(told))
 
 
@@ -228,30 +235,53 @@ def _choose(
     return validate_r(gram, reading, alphas=alphas, shares=shares, match_scale=match_scale)
 
 
+def _readouts(base: Base, path: Path | None) -> dict[int, ReadOut]:
+    if path is None:
+        return {}
+    from fedloom.adapters.readout_files import load_readouts
+
+    return load_readouts(path, base=base.base_hash, tokenizer=base.tokenizer_hash)
+
+
+def _middle_memory(
+    base: Base, sums: Grams, readouts: dict[int, ReadOut], alpha: float, match_scale: bool
+) -> FastMemory:
+    """Hang the middle memories, so that alpha and r are chosen on the stream that they leave."""
+    from fedloom.adapters.fast_weights import FastMemory
+    from fedloom.language.compiling import solved
+
+    weights = solved({place: sums[place] for place in readouts}, alpha)
+    return FastMemory(base.model, weights, match_scale=match_scale, readouts=readouts)
+
+
 def _write(
     out: Path,
     base: Base,
     gram: Gram,
+    memory: FastMemory,
     choice: Choice | None,
     alpha: float | None,
     r: float | None,
-    match_scale: bool,
 ) -> dict[str, Any]:
-    """Solve, save, and return what there is to say."""
+    """Solve the output part, save all, and return what there is to say."""
+    import torch
+
     from fedloom.adapters.fast_files import FastManifest, save_memory
-    from fedloom.adapters.fast_weights import SHARE, FastMemory
+    from fedloom.adapters.fast_weights import SHARE
     from fedloom.rules.solving import solve
 
     if choice is not None:
         alpha, r = choice.best.alpha if alpha is None else alpha, choice.best.r if r is None else r
     alpha, r = 1.0 if alpha is None else alpha, SHARE if r is None else r
-    fast, last = solve(gram, alpha=alpha), _last(base)
-    memory = FastMemory(base.model, {last: fast.weights}, r=r, match_scale=match_scale)
+    fast = solve(gram, alpha=alpha)
     memory.detach()
-    about = base.base_hash, base.tokenizer_hash, (last,), gram.count, alpha, r, match_scale
-    save_memory(out, memory, FastManifest(*about))
+    memory.weights[memory.last] = torch.tensor(fast.weights, dtype=torch.float32)
+    about = base.base_hash, base.tokenizer_hash, tuple(sorted(memory.weights)), gram.count
+    save_memory(out, memory, FastManifest(*about, alpha, r, memory.match_scale))
     told: dict[str, Any] = {"pairs": int(gram.count), "alpha": alpha, "r": r}
     told |= {"rank": fast.rank, "explained": fast.explained, "bytes": memory.nbytes()}
+    if memory.readouts:
+        told["middle_places"] = sorted(memory.readouts)
     if choice is not None:
         told |= {"validation_base_perplexity": choice.base.perplexity}
         told["validation_perplexity"] = {
@@ -262,16 +292,17 @@ def _write(
 
 def _hung(memory: Path, model: str, dtype: str) -> tuple[Base, FastMemory]:
     """Load a model and hang the file's memory on it."""
-    with _node():
+    with needs_node():
         from fedloom.adapters.fast_files import load_memory, read_manifest
     read_manifest(memory)  # before minutes of loading
-    base = _base(model, dtype)
+    base = loaded(model, dtype)
     hashes = {"base": base.base_hash, "tokenizer": base.tokenizer_hash}
     return base, load_memory(memory, base.model, **hashes)
 
 
-def _base(model: str, dtype: str) -> Base:
-    with _node():
+def loaded(model: str, dtype: str) -> Base:
+    """Load a frozen model, or refuse in one line what is not installed."""
+    with needs_node():
         from fedloom.models.base import load_base
     return load_base(model, dtype)
 
@@ -283,7 +314,7 @@ def _last(base: Base) -> int:
 
 
 @contextmanager
-def _node() -> Iterator[None]:
+def needs_node() -> Iterator[None]:
     """Say what is missing where a coordinator's installation is asked for a node's work."""
     try:
         yield

@@ -12,7 +12,7 @@ import pytest
 
 from fedloom import inference
 from fedloom.adapters.fast_files import load_memory, read_manifest
-from fedloom.adapters.fast_weights import hung_on
+from fedloom.adapters.fast_weights import ReadOut, hung_on
 from fedloom.language.choosing import ALPHAS, SHARES
 from fedloom.language.compiling import nats, windows
 from fedloom.models.base import load_base
@@ -163,3 +163,42 @@ def test_a_coordinator_can_list_the_commands():
     """The command group loads without torch."""
     code = "import sys; from fedloom.simulations import cli; assert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.fixture
+def readouts(tmp_path, text, capsys):
+    other = tmp_path / "other.txt"
+    other.write_text("a bird sang in the tree and the tree stood by the river. " * 20)
+    out = str(tmp_path / "p.safetensors")
+    sources = ["--text", text, "--text", str(other), "--length", "64", "--max-steps", "4"]
+    said = told(capsys, "train-readout", *sources, "--out", out, "--learning-rate", "0.01")
+    return out, json.loads(said.out)
+
+
+def test_a_trained_readout_is_heard_between_the_blocks(readouts, text, tmp_path, capsys):
+    path, said = readouts
+    width = load_base("tiny:llama").model.config.hidden_size
+    assert (said["places"], said["steps"]) == ([1], 4)
+    assert said["parameters"] == sum(math.prod(s) for s in ReadOut.shapes(width).values())
+    out = str(tmp_path / "m.safetensors")
+    chosen = ["--alpha", "1", "--r", "0", "--length", "64"]
+    made = ["compile", "--text", text, "--readouts", path, "--out", out, *chosen]
+    assert json.loads(told(capsys, *made).out)["middle_places"] == [1]
+    assert read_manifest(Path(out)).places == (1, 2)
+    found = json.loads(told(capsys, "evaluate", "--memory", out, "--text", text).out)
+    assert found["perplexity"] < found["base_perplexity"]  # r = 0: all of it is the middle's
+
+
+def test_readouts_of_another_model_or_cut_short_are_refused(readouts, text, tmp_path, capsys):
+    path, _ = readouts
+    made = ["compile", "--text", text, "--out", str(tmp_path / "m.safetensors"), "--readouts"]
+    assert "belong to base" in refused(capsys, *made, path, "--model", "tiny:qwen2")
+    short = tmp_path / "short.safetensors"
+    short.write_bytes(Path(path).read_bytes()[:-100])
+    assert "cut short" in refused(capsys, *made, str(short), *TINY)
+    memory = tmp_path / "memory.safetensors"
+    told(capsys, *made[:-1], "--alpha", "1", "--r", "0.5", "--length", "64")
+    (tmp_path / "m.safetensors").rename(memory)
+    assert "expected one of fedloom faast train-readout" in refused(
+        capsys, *made, str(memory), *TINY
+    )
