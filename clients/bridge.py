@@ -13,8 +13,10 @@ from typing import Any
 from flwr.app import Context, Message, RecordDict
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
+from numpy.typing import NDArray
 
 from fedloom import border
+from fedloom.clients import gate
 from fedloom.errors import Refusal
 
 ClientFn = Callable[[Context], NumPyClient]
@@ -28,7 +30,11 @@ class AdapterClient(NumPyClient):
     array_names : list of str
         Names of the arrays that came with a message, in the list's order; after
         ``get_parameters`` and ``fit``, the names of what these returned.
+    code : str
+        What the arrays that ``fit`` returned are to be written in: see ``fedloom.rounding``.
     """
+
+    code = "float32"
 
     def __init__(self) -> None:
         self.array_names: list[str] = []
@@ -86,42 +92,52 @@ def _answer(
     message: Message,
     context: Context,
     client_fn: ClientFn,
-    work: Callable[[NumPyClient, RecordDict], RecordDict],
+    work: Callable[[NumPyClient, RecordDict, Context], RecordDict],
 ) -> Message:
     try:
-        return Message(work(client_fn(context), message.content), reply_to=message)
+        return Message(work(client_fn(context), message.content, context), reply_to=message)
     except Exception as error:  # an error is data here: the strategy names the client and goes on
         return border.failure(message, error)
 
 
-def _unpack(client: NumPyClient, records: RecordDict) -> tuple[list[str], list[Any]]:
+def _unpack(
+    client: NumPyClient, records: RecordDict, context: Context
+) -> tuple[list[str], list[NDArray[Any]]]:
     arrays = border.arrays_of(records)
+    gate.admit(border.config_of(records), arrays, context)
     names = list(arrays)
     if isinstance(client, AdapterClient):
         client.array_names = names
     return names, list(arrays.values())
 
 
-def _fit(client: NumPyClient, records: RecordDict) -> RecordDict:
-    names, arrays = _unpack(client, records)
-    trained, examples, metrics = client.fit(arrays, border.config_of(records))
+def _fit(client: NumPyClient, records: RecordDict, context: Context) -> RecordDict:
+    names, arrays = _unpack(client, records, context)
+    config = border.config_of(records)
+    trained, examples, metrics = client.fit(arrays, config)
     names = client.array_names if isinstance(client, AdapterClient) else names
     named = dict(zip(names, trained, strict=True))
-    return border.content(named, metrics={border.WEIGHT: examples, **metrics})
+    gate.check_sent(named, context)
+    told = {border.WEIGHT: examples, **metrics, **gate.ticket_for(config, "train", context)}
+    if not border.came_in_parcels(records):  # somebody else's strategy
+        return border.content(named, metrics=told)
+    code = client.code if isinstance(client, AdapterClient) else "float32"
+    return border.content(border.pack_parcel(named, code), metrics=told)
 
 
-def _evaluate(client: NumPyClient, records: RecordDict) -> RecordDict:
-    _, arrays = _unpack(client, records)
-    loss, examples, metrics = client.evaluate(arrays, border.config_of(records))
+def _evaluate(client: NumPyClient, records: RecordDict, context: Context) -> RecordDict:
+    _, arrays = _unpack(client, records, context)
+    config = border.config_of(records)
+    loss, examples, metrics = client.evaluate(arrays, config)
     told = {border.WEIGHT: examples, "loss": float(loss), **metrics}
-    return border.content(metrics=told)
+    return border.content(metrics={**told, **gate.ticket_for(config, "evaluate", context)})
 
 
-def _properties(client: NumPyClient, records: RecordDict) -> RecordDict:
+def _properties(client: NumPyClient, records: RecordDict, context: Context) -> RecordDict:
     return border.content(config=client.get_properties(border.config_of(records)))
 
 
-def _initial(client: NumPyClient, records: RecordDict) -> RecordDict:
+def _initial(client: NumPyClient, records: RecordDict, context: Context) -> RecordDict:
     arrays = client.get_parameters(border.config_of(records))
     names = client.array_names if isinstance(client, AdapterClient) else None
     named = dict(zip(names or map(str, range(len(arrays))), arrays, strict=True))

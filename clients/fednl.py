@@ -25,6 +25,7 @@ from fedloom.clients.workbench import Workbench, device, visible_gpus, workbench
 from fedloom.config import RunConfig
 from fedloom.errors import Refusal
 from fedloom.holdings import holdings
+from fedloom.local.feedback import changes
 from fedloom.local.home import Home
 from fedloom.local.methods import method_of
 from fedloom.local.work import Work
@@ -103,6 +104,9 @@ class FedNLClient(AdapterClient):
         if config.get("last"):  # this very adapter is averaged next: the aggregation drop's base
             metrics |= _prefixed("local-", self._score(bench, bench.trunk))
         sent = bench.exchange.up(server_round, self.partition_id, arrays)
+        if (code := self.config.wire.dtype) != "float32":
+            self.code = code
+            sent = changes(sent, received, code, work.home, server_round)
         self.array_names = list(sent)
         return list(sent.values()), metrics.pop("examples"), metrics
 
@@ -143,6 +147,7 @@ class FedNLClient(AdapterClient):
         self, parameters: NDArrays, config: dict[str, Any], *, scoring: bool
     ) -> tuple[Workbench, dict[str, NDArray[Any]]]:
         """Check what came against the manifest, then set it and what was kept on the adapter."""
+        self._check_base(config)  # before a model is loaded
         bench = workbench(self.config)
         if config["manifest"] != bench.manifest.digest():
             raise Refusal(
@@ -161,6 +166,14 @@ class FedNLClient(AdapterClient):
             bench.adapter.load(kept or {})
         bench.adapter.load(without_controls(received))
         return bench, received
+
+    def _check_base(self, config: dict[str, Any]) -> None:
+        base = locate(parse_source(self.config.model.source)).base_hash
+        if (came := str(config.get("base", base))) != base:
+            raise Refusal(
+                f"partition {self.partition_id}: an adapter of base {came[:16]} came, this node's"
+                f" {self.config.model.source} is {base[:16]}; use the same model on every node"
+            )
 
     def _home(self, bench: Workbench, config: dict[str, Any]) -> Home:
         return Home(str(config.get("run", "")), self.partition_id, bench.manifest.digest())

@@ -296,7 +296,7 @@ def _sent_whole(config: RunConfig | None) -> bool:
     if config.method == "faast":  # sums go up, weights go down
         return False
     parts = config.server.rule in ("flora", "fedex", "rolora") or config.lora.own_ranks()
-    return not parts
+    return not parts and config.wire.dtype == "float32"
 
 
 def _notes(clients: Iterable[Client], manifest: Manifest | None, traffic: Traffic) -> Iterable[str]:

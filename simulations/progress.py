@@ -192,6 +192,11 @@ def plain_lines(event: Event, picture: Picture) -> list[str]:
             who, what = picture.client(event.get("partition")), event.get("phase")
             reason = " ".join(str(event.get("reason", "")).split())
             return [f"{where}: {who} failed in {what}: {reason}"]
+        case "rested":
+            who = ", ".join(picture.client(p) for p in event.get("partitions", []))
+            return [f"{where}: {who} kept failing and is not asked"]
+        case "late-reply":
+            return [f"{where}: {picture.client(event.get('partition'))} answered too late"]
         case "round":
             event = picture.rounds[-1] if picture.rounds else event
             left = picture.seconds_left()
@@ -220,7 +225,8 @@ def round_facts(row: Event) -> list[str]:
     facts += [f"agg error {row['agg-error']:.2g}"] if _has(row, "agg-error") else []
     facts += [f"cut off {row['truncation-error']:.2g}"] if _has(row, "truncation-error") else []
     facts += [duration(row["seconds"])] if _has(row) else []
-    return facts + ([f"{row['failed']} failed"] if row.get("failed") else [])
+    facts += [f"{row['failed']} failed"] if row.get("failed") else []
+    return facts + ([f"{row['late']} came too late"] if row.get("late") else [])
 
 
 def render(picture: Picture) -> RenderableType:

@@ -313,6 +313,8 @@ def _conclude(folder: Path, picture: Picture, console: Console) -> None:
     last = picture.rounds[-1] if picture.rounds else {}
     facts = [f"{last.get('round', 0)} rounds", *round_facts({**last, "seconds": None})]
     say(console, f"completed in {duration(time.time() - picture.began)}: {', '.join(facts)}")
+    if picture.reason:
+        say(console, f"stopped early by {picture.reason}")
     from fedloom.simulations.report import write_report
 
     try:

@@ -36,18 +36,19 @@ def main(grid: Grid, context: Context) -> None:
     folder = RunFolder.of(config)
     journal = Journal(folder.path)
     try:
-        run(ReplyStream(grid, config.sampling.reply_seconds), config, folder, journal)
+        stream = ReplyStream(grid, config.sampling.reply_seconds)
+        reason = run(stream, config, folder, journal)
     except Refusal as refusal:
         journal.event("refused", reason=str(refusal))
         raise
     except Exception as error:
         journal.event("end", status="failed", reason=f"{type(error).__name__}: {error}")
         raise
-    journal.event("end", status="completed", reason="")
+    journal.event("end", status="completed", reason=reason)
 
 
-def run(grid: ReplyStream, config: RunConfig, folder: RunFolder, journal: Journal) -> None:
-    """Carry out all rounds on whatever grid this is."""
+def run(grid: ReplyStream, config: RunConfig, folder: RunFolder, journal: Journal) -> str:
+    """Carry out all rounds on whatever grid this is; say why, if it stopped before the last."""
     folder.begin(config)
     journal.event(
         "start",
@@ -69,8 +70,9 @@ def run(grid: ReplyStream, config: RunConfig, folder: RunFolder, journal: Journa
 
     strategy = STRATEGIES[config.method](config, manifest, roster, journal, keep)
     strategy.run(grid, arrays)
-    if not any(row["round"] == config.rounds for row in journal.of_phase("evaluate")):
+    if not any(row["round"] == strategy.budget.final for row in journal.of_phase("evaluate")):
         raise RuntimeError("no client could score the last round; its adapter is kept")
+    return strategy.budget.reason
 
 
 def _roster(grid: ReplyStream, config: RunConfig, journal: Journal) -> Roster:

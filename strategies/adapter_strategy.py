@@ -13,7 +13,7 @@ import uuid
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
@@ -22,17 +22,18 @@ from flwr.serverapp.exception import AggregationError
 from flwr.serverapp.strategy import Result, Strategy
 from numpy.typing import NDArray
 
-from fedloom import border
-from fedloom.config import RunConfig
-from fedloom.errors import Refusal
+from fedloom import __version__, border
+from fedloom.config import WITH_SIDE, RunConfig
 from fedloom.flat import Scalar
 from fedloom.rules import ControlSum, without_controls
+from fedloom.strategies.budget import Budget
+from fedloom.strategies.gate import Gate
+from fedloom.strategies.inbox import Inbox
 from fedloom.strategies.journal import Journal
+from fedloom.strategies.resting import drawn
 from fedloom.strategies.roster import ReplyStream, Roster
 from fedloom.strategies.tallies import macro, prefixed
 from fedloom.wire import Arrays, Manifest, Update
-
-Read = TypeVar("Read")
 
 _APART = ("local-", "personal-")
 
@@ -75,9 +76,12 @@ class AdapterStrategy(Strategy):
         self.journal = journal or Journal()
         self._keep = keep
         self.run_token = run_token or uuid.uuid4().hex  # of folders: no result depends on it
-        self._partition_of = {node: p for p, node in roster.nodes.items()}
+        seconds = config.sampling.reply_seconds
+        self.inbox = Inbox(roster, self.journal, self.run_token, manifest.digest(), seconds)
+        self.gate = Gate(config, roster, self.journal)
+        grows = config.server.rule in WITH_SIDE
+        self.budget = Budget(config.wire.budget_bytes, config.rounds, self.journal, grows)
         self._grid: Grid | None = None
-        self._asked: set[int] = set()
         self._sent: dict[str, NDArray[Any]] = {}
         self._train_loss: float | None = None
         self.server_round = 0
@@ -97,8 +101,13 @@ class AdapterStrategy(Strategy):
 
     def read_update(self, server_round: int, partition: int, records: RecordDict) -> Update:
         """Read a training reply, or override; a ``Refusal`` names the client and drops it."""
-        expected = self.expected_reply(server_round, partition)
-        return border.update_of(records, expected, partition)
+        expected, code = self.expected_reply(server_round, partition), self.config.wire.dtype
+        start = None if code == "float32" else without_controls(self.sent_to(partition))
+        return border.update_of(records, expected, partition, code, start)
+
+    def sent_to(self, partition: int) -> Arrays:
+        """Return what a client was sent in this round; override beside ``for_client``."""
+        return self._sent
 
     @classmethod
     def sizes(cls, manifest: Manifest) -> dict[str, int]:
@@ -121,7 +130,9 @@ class AdapterStrategy(Strategy):
             "round": server_round,
             "manifest": self.manifest.digest(),
             "run": self.run_token,
-            "last": server_round == self.config.rounds,
+            "version": __version__,
+            "base": self.manifest.base,
+            "last": server_round == self.budget.final,
         }
 
     def run(self, grid: ReplyStream, arrays: Arrays) -> Result:
@@ -161,17 +172,36 @@ class AdapterStrategy(Strategy):
         """Send the adapter to the round's partitions."""
         self._grid, self._sent = grid, border.unpack_arrays(arrays)
         self.server_round, self.round_facts = server_round, {}
-        chosen = self.roster.sample(self.config.seed, server_round, self.config.sampling.fraction)
+        if self.budget.is_over(server_round, self._round_bytes):
+            return self._messages("train", "train", server_round, [], arrays, {})
+        chosen = self._drawn(server_round, announce=True)
         told = {**config, **self.train_config(server_round)}
         if self.config.local.method == "pooled":  # one client with all rows takes all their steps
             told |= {"stands-for": chosen, "pool": self.roster.partitions}
             chosen = self.roster.partitions[:1]
         return self._messages("train", "train", server_round, chosen, arrays, told)
 
+    def _drawn(self, server_round: int, announce: bool = False) -> list[int]:
+        """Return whom a round asks: drawn by seed and round, without those that rest."""
+        events = self.journal.rows["events"]
+        chosen, left_out = drawn(self.config, self.roster, server_round, events)
+        if left_out and announce:
+            self.journal.event("rested", round=server_round, partitions=left_out)
+        return chosen
+
+    def _round_bytes(self, server_round: int) -> int:
+        """Bound the bytes of a round and of scoring its adapter."""
+        down = {p: self.sent_to(p) for p in self.roster.partitions}
+        up = {p: self.expected_reply(server_round, p) for p in self._drawn(server_round)}
+        return self.budget.most(down, up, self.config.wire.dtype)
+
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Fold the good replies; name and drop the bad; fail below ``sampling.min-nodes``."""
+        if server_round > self.budget.final:
+            return None, None
+        asked = len(self.inbox.asked)
         rows: list[dict[str, Any]] = []
         controls = ControlSum(self._sent, len(self.roster.nodes))
         updates = controls.set_aside(self._updates(server_round, replies, rows))
@@ -180,10 +210,10 @@ class AdapterStrategy(Strategy):
         if first is not None:
             made = self.fold(chain([first], updates), without_controls(self._sent))
             folded = {**made, **controls.moved()}
-        self._report_missing(server_round, "train")
-        if (come := self.usable(len(rows))) < self._needed():
+        self.inbox.report_missing(server_round, "train")
+        if (come := self.usable(len(rows))) < (needed := self._needed(asked)):
             raise AggregationError(
-                f"round {server_round}: {come} usable replies, at least {self._needed()} are needed"
+                f"round {server_round}: {come} usable replies, at least {needed} are needed"
             )
         folded = self.settle(server_round, folded)
         if self._keep is not None:
@@ -199,8 +229,11 @@ class AdapterStrategy(Strategy):
         """Count what a round can build on: its good replies, or override."""
         return come
 
-    def _needed(self) -> int:
-        return 1 if self.config.local.method == "pooled" else self.config.sampling.min_nodes
+    def _needed(self, asked: int) -> int:
+        if self.config.local.method == "pooled":
+            return 1
+        sampling = self.config.sampling
+        return max(sampling.min_nodes, math.ceil(sampling.min_share * asked - 1e-9))
 
     def settle(self, server_round: int, folded: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
         """Return what is kept and scored once all replies are in: the fold itself, or override."""
@@ -210,8 +243,12 @@ class AdapterStrategy(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Send the averaged adapter to every partition, where its turn has come."""
-        last = server_round == self.config.rounds
-        if server_round % self.config.evaluation.every and not last:
+        final = self.budget.final
+        if server_round > final:  # nobody trained; the last adapter may still have no scores
+            if any(row["round"] == final for row in self.journal.of_phase("evaluate")):
+                return self._messages("evaluate", "evaluate", final, [], arrays, {})
+            server_round = final
+        elif server_round % self.config.evaluation.every and server_round < final:
             self._announce_round(server_round, [])
             return []
         self._grid = grid
@@ -224,8 +261,9 @@ class AdapterStrategy(Strategy):
         self, server_round: int, replies: Iterable[Message]
     ) -> MetricRecord | None:
         """Collect the sums of every client's test rows."""
-        if not self._asked:
+        if not self.inbox.asked:
             return None
+        server_round = min(server_round, self.budget.final)
         rows = self._gather_scores(server_round, "evaluate", replies)
         self._announce_round(server_round, rows)
         return border.numbers(macro(rows)) if rows else None
@@ -244,13 +282,18 @@ class AdapterStrategy(Strategy):
         each: Callable[[int], Mapping[str, Any]] = lambda partition: {},
     ) -> list[Message]:
         """Build one message a partition, which also says what ``each`` has for it; weigh it."""
-        self._asked = set(partitions)
+        self.inbox.listen(self._grid)
+        self.inbox.expect(kind, partitions, "run" in config)
+        if not partitions:
+            return []
         self.journal.event("phase", round=server_round, phase=phase, clients=len(partitions))
-        messages = []
+        messages, parcels = [], border.Parcels()
         for partition in self.roster.by_work(partitions, "train" if kind == "train" else "test"):
             given = self.for_client(partition, arrays) if len(arrays) else arrays
-            records = border.content(given, {**config, **each(partition)})
-            self._weigh(records, server_round, phase, "down", partition)
+            parcel = parcels.of(given) if len(given) else given
+            records = border.content(parcel, {**config, **each(partition)})
+            where: dict[str, Any] = {"phase": phase, "partition": partition}
+            self.journal.weigh(records, server_round=server_round, direction="down", **where)
             node = self.roster.nodes[partition]
             messages.append(Message(records, node, f"{kind}.{self.action}"))
         return messages
@@ -258,15 +301,30 @@ class AdapterStrategy(Strategy):
     def _updates(
         self, server_round: int, replies: Iterable[Message], rows: list[dict[str, Any]]
     ) -> Iterator[Update]:
+        norms: dict[int, dict[str, float]] = {}
+
         def read(partition: int, records: RecordDict) -> Update:
             update = self.read_update(server_round, partition, records)
             metrics = border.checked_metrics(records, self.train_metrics)
-            rows.append(self._row(server_round, "train", partition, metrics))
+            norms[partition] = found = self.admit(server_round, partition, update, metrics)
+            rows.append(self._row(server_round, "train", partition, {**metrics, **found}))
             return update
 
-        for update in self._read(server_round, "train", replies, read):
+        def drop(partition: int, reason: str) -> None:
+            rows[:] = [row for row in rows if row["partition"] != partition]
+            self.inbox.failed(server_round, "train", partition, reason)
+
+        updates = self.inbox.read(server_round, "train", replies, read)
+        for update in self.gate.sift(server_round, updates, norms, drop):
             yield update
             del update  # it may be the size of an adapter; the next one is on its way
+
+    def admit(
+        self, server_round: int, partition: int, update: Update, metrics: Mapping[str, Any]
+    ) -> dict[str, float]:
+        """Hold weight and change against the gate, or override; return the change's norms."""
+        self.gate.check_weight(partition, metrics[border.WEIGHT])
+        return self.gate.check_change(server_round, update, self.sent_to(partition))
 
     def _gather_scores(
         self, server_round: int, phase: str, replies: Iterable[Message]
@@ -275,65 +333,10 @@ class AdapterStrategy(Strategy):
             metrics = border.checked_metrics(records, ("gold-ce-sum", "correct"))
             return self._row(server_round, phase, partition, metrics)
 
-        rows = list(self._read(server_round, phase, replies, read))
-        self._report_missing(server_round, phase)
+        rows = list(self.inbox.read(server_round, phase, replies, read))
+        self.inbox.report_missing(server_round, phase)
         self._keep_rows(rows)
         return rows
-
-    def _read(
-        self,
-        server_round: int,
-        phase: str,
-        replies: Iterable[Message],
-        read: Callable[[int, RecordDict], Read],
-    ) -> Iterator[Read]:
-        """Yield what ``read`` makes of each good reply; weigh every reply and name the failures."""
-        for reply in replies:
-            partition = self._partition_of.get(self._answered_for(reply), -1)
-            if reply.has_error():
-                reason, trace, _ = border.failure_reason(reply)
-                self._failed(server_round, phase, partition, reason, trace)
-                continue
-            try:
-                self._weigh(reply.content, server_round, phase, "up", partition)
-                if partition not in self._asked:
-                    raise Refusal("a reply that nobody asked for")
-                made = read(partition, reply.content)
-            except Exception as error:  # a reply is foreign data: no fault in it is the run's
-                reason = str(error) if isinstance(error, Refusal) else f"bad reply: {error!r}"
-                self._failed(server_round, phase, partition, reason)
-                continue
-            self._asked.discard(partition)
-            metrics = border.metrics_of(reply.content)
-            told = {key: metrics.get(key) for key in ("seconds", "loss")}
-            where = {"round": server_round, "phase": phase, "partition": partition}
-            self.journal.event("reply", **where, **told)
-            yield made
-
-    def _answered_for(self, reply: Message) -> int:
-        """Return the node that a reply answers for, also if Flower answers in its place."""
-        if isinstance(self._grid, ReplyStream):
-            return self._grid.destination(reply)
-        return reply.metadata.src_node_id
-
-    def _failed(
-        self, server_round: int, phase: str, partition: int, reason: str, trace: str = ""
-    ) -> None:
-        self._asked.discard(partition)
-        where = {"round": server_round, "phase": phase, "partition": partition}
-        self.journal.event("client-failed", **where, reason=reason, traceback=trace)
-
-    def _report_missing(self, server_round: int, phase: str) -> None:
-        seconds = self.config.sampling.reply_seconds
-        for partition in sorted(self._asked):
-            reason = f"no reply: not delivered, or not answered within {seconds:.0f} s"
-            self._failed(server_round, phase, partition, reason)
-
-    def _weigh(
-        self, records: Any, server_round: int, phase: str, direction: str, partition: int
-    ) -> None:
-        where: dict[str, Any] = {"phase": phase, "partition": partition}
-        self.journal.weigh(records, server_round=server_round, direction=direction, **where)
 
     def _row(
         self, server_round: int, phase: str, partition: int, metrics: dict[str, Any]
@@ -355,10 +358,7 @@ class AdapterStrategy(Strategy):
                     self.journal.metric(**head, phase=prefix.removesuffix("-"), **scores)
 
     def _announce_round(self, server_round: int, rows: list[dict[str, Any]]) -> None:
-        failures = self.journal.rows["events"]
-        failed = [
-            e for e in failures if e["event"] == "client-failed" and e["round"] == server_round
-        ]
+        told = [e["event"] for e in self.journal.rows["events"] if e.get("round") == server_round]
         self.journal.event(
             "round",
             round=server_round,
@@ -366,7 +366,8 @@ class AdapterStrategy(Strategy):
             train_loss=self._train_loss,
             bytes_down=self.journal.bytes_of(server_round, "down"),
             bytes_up=self.journal.bytes_of(server_round, "up"),
-            failed=len(failed),
+            failed=told.count("client-failed"),
+            late=told.count("late-reply"),
             **self.round_facts,
             **(macro(rows) if rows else {}),
         )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -83,8 +83,7 @@ class FAAST(AdapterStrategy):
         """Ask those of the round's clients whose rows are not in the sums; nothing goes down."""
         self._grid, self._sent = grid, border.unpack_arrays(arrays)
         self.server_round, self.round_facts = server_round, {}
-        drawn = self.roster.sample(self.config.seed, server_round, self.config.sampling.fraction)
-        asked = [partition for partition in drawn if self._has_news(partition)]
+        asked = [partition for partition in self._drawn(server_round) if self._has_news(partition)]
         assert isinstance(grid, ReplyStream)
         asked = self.shares.begin(grid, server_round, asked)
         told = {**config, **self.train_config(server_round)}
@@ -95,9 +94,7 @@ class FAAST(AdapterStrategy):
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Add the good replies and solve; count what the clients gave away."""
-        heeded = self.shares.heed(
-            replies, lambda reply: self._partition_of.get(self._answered_for(reply), -1)
-        )
+        heeded = self.shares.heed(replies, self.inbox.partition)
         return super().aggregate_train(server_round, heeded)
 
     def _has_news(self, partition: int) -> bool:
@@ -131,6 +128,12 @@ class FAAST(AdapterStrategy):
             )
         self._revisions[partition] = revision
         return update
+
+    def admit(
+        self, server_round: int, partition: int, update: Update, metrics: Mapping[str, Any]
+    ) -> dict[str, float]:
+        """Leave it at what ``read_update`` has checked: sums have bounds of their own."""
+        return {}
 
     def _rows_to_sum(self, partition: int) -> int:
         """Return how many rows a client may have summed, by what it said at the roll call."""
@@ -238,8 +241,8 @@ class FAAST(AdapterStrategy):
             return self._row(server_round, "validation", partition, metrics)
 
         replies = grid.send_and_receive(messages)
-        rows = list(self._read(server_round, "validation", replies, read))
-        self._report_missing(server_round, "validation")
+        rows = list(self.inbox.read(server_round, "validation", replies, read))
+        self.inbox.report_missing(server_round, "validation")
         if not rows:
             raise AggregationError(
                 "no client has scored validation rows; set one value for faast.alphas and"

@@ -46,6 +46,13 @@ class FedNL(AdapterStrategy):
             return ArrayRecord({name: state[name] for name in exchange.names_down(state)})
         return border.pack_arrays(exchange.down(partition, border.unpack_arrays(state)))
 
+    def sent_to(self, partition: int) -> Arrays:
+        """Return what ``for_client`` made for a client in this round, as arrays."""
+        exchange = rules.Exchange(self.config, self.manifest)
+        if exchange.whole_rank(partition):
+            return {name: self._sent[name] for name in exchange.names_down(self._sent)}
+        return exchange.down(partition, self._sent)
+
     def expected_reply(self, server_round: int, partition: int) -> Manifest:
         """Return what the rule lets this client send."""
         return rules.Exchange(self.config, self.manifest).expected(server_round, partition)

@@ -32,6 +32,7 @@ class ReplyStream(Grid):
     def __init__(self, grid: Grid, default_timeout: float) -> None:
         self._grid, self._timeout = grid, default_timeout
         self._sent_to: dict[str, int] = {}
+        self._overdue: dict[str, int] = {}  # message -> node, of phases that are over
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
@@ -48,19 +49,31 @@ class ReplyStream(Grid):
         self._sent_to = {m.metadata.message_id: m.metadata.dst_node_id for m in listed}
         deadline = time.monotonic() + (self._timeout if timeout is None else timeout)
         pause = _POLL_SECONDS
-        while waiting:
-            come = 0
-            for start in range(0, len(waiting), _PULLED_AT_ONCE):
-                for reply in self._grid.pull_messages(waiting[start : start + _PULLED_AT_ONCE]):
-                    come += 1
-                    yield reply
-                    answered = reply.metadata.reply_to_message_id
-                    waiting = [name for name in waiting if name != answered]
-            if not come:
-                if time.monotonic() > deadline:
-                    return
-                time.sleep(pause)
-                pause = min(pause * 1.2, _POLL_SECONDS_MAX)
+        try:
+            while waiting:
+                before = len(waiting)
+                for start in range(0, len(waiting), _PULLED_AT_ONCE):
+                    for reply in self._grid.pull_messages(waiting[start : start + _PULLED_AT_ONCE]):
+                        answered = reply.metadata.reply_to_message_id
+                        yield reply
+                        waiting = [name for name in waiting if name != answered]
+                if len(waiting) == before:  # replies to nothing must not keep the wait alive
+                    if time.monotonic() > deadline:
+                        return
+                    time.sleep(pause)
+                    pause = min(pause * 1.2, _POLL_SECONDS_MAX)
+        finally:
+            self._overdue |= {n: self._sent_to[n] for n in waiting if n in self._sent_to}
+
+    def late(self) -> list[int]:
+        """Take what came after its phase was over, and return whose it is: it is not used."""
+        nodes, names = [], list(self._overdue)
+        for start in range(0, len(names), _PULLED_AT_ONCE):
+            for reply in self._grid.pull_messages(names[start : start + _PULLED_AT_ONCE]):
+                node = self._overdue.pop(reply.metadata.reply_to_message_id, None)
+                if node is not None and not reply.has_error():
+                    nodes.append(node)
+        return nodes
 
     def destination(self, reply: Message) -> int:
         """Return the node that was asked what ``reply`` answers."""

@@ -15,8 +15,9 @@ from fedloom.rules.statistics import Gram
 from fedloom.wire import Update
 
 WIRE_METRICS = {
-    "num-examples", "revision", "seconds", "seconds-encoding", "seconds-summing", "forwards", "pid",
-    "loss", "correct", "gold-ce-sum", "gold-ce-sq-sum", "chance-sum", "chance-ce-sum",
+    "ticket", "num-examples", "revision", "seconds", "seconds-encoding", "seconds-summing",
+    "forwards", "pid", "loss", "correct", "gold-ce-sum", "gold-ce-sq-sum",
+    "chance-sum", "chance-ce-sum",
 }  # fmt: skip
 
 

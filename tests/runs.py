@@ -14,7 +14,7 @@ from fedloom.simulations import client_app, server_app
 from fedloom.simulations.inprocess import InProcessGrid, serve_on
 
 METRICS_THAT_MAY_LEAVE = {
-    "num-examples", "steps", "tokens", "loss", "loss-first", "loss-last", "seconds",
+    "ticket", "num-examples", "steps", "tokens", "loss", "loss-first", "loss-last", "seconds",
     "gate-mean", "gate-min", "gate-max", "gate-layer-00", "gate-layer-01",
     "gpu", "pid", "base-loads",
     "control-norm", "own-loss", "omega-norm", "omega-next", "ala-passes", "ala-mean", "ala-min",

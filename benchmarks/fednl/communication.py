@@ -83,8 +83,9 @@ def weigh(named: dict[str, tuple[int, ...]], dtype: str = "float32") -> Wire:
         name: seeds.generator(0, name).normal(size=shape).astype(dtype)
         for name, shape in named.items()
     }
-    down = border.content(arrays, config={"round": 1, "manifest": "0" * 64, "last": False})
-    up = border.content(arrays, metrics=metrics())
+    parcel = border.pack_parcel(arrays)
+    down = border.content(parcel, config={"round": 1, "manifest": "0" * 64, "last": False})
+    up = border.content(parcel, metrics=metrics())
     size, values = (
         sum(x) for x in zip(*((a.size, a.nbytes) for a in arrays.values()), strict=True)
     )

@@ -19,15 +19,21 @@ from flwr.common.constant import ErrorCode
 from flwr.common.serde import recorddict_to_proto
 from numpy.typing import NDArray
 
+from fedloom import parcels
 from fedloom.errors import Refusal
+from fedloom.parcels import Parcel
+from fedloom.rounding import moved
 from fedloom.wire import Arrays, Manifest, Update
 
 ARRAYS, CONFIG, METRICS = "arrays", "config", "metrics"
 WEIGHT = "num-examples"
+TICKET = "ticket"
+"""Metric that says which message a reply answers: see ``fedloom.wire.ticket``."""
 FRAMING = "framing"
 """Ledger entry for all bytes that are not array values: names, headers, config, metrics."""
 
 _REFUSED = "Refusal: "
+_LAYOUT, _BUFFER = "loom.list", "loom.data"  # how Flower names what an array's bytes are
 
 
 def pack_arrays(arrays: Arrays) -> ArrayRecord:
@@ -35,9 +41,89 @@ def pack_arrays(arrays: Arrays) -> ArrayRecord:
     return ArrayRecord({n: Array(np.ascontiguousarray(a)) for n, a in arrays.items()})
 
 
+def pack_parcel(arrays: Arrays, code: str = "float32") -> ArrayRecord:
+    """Put named numpy arrays into a record as a parcel: few headers, the values the same bytes."""
+    parcel = parcels.pack(arrays, code)
+    record = {"list": Array("", (len(parcel.layout),), _LAYOUT, parcel.layout)}
+    for name, data in parcel.buffers.items():
+        dtype = _written_as(name, code)
+        size = 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
+        record[name] = Array(dtype, (len(data) // size,), _BUFFER, data)
+    return ArrayRecord(record)
+
+
+class Parcels:
+    """Make a parcel of a record, and the same one again while the arrays are the same objects.
+
+    Messages to many nodes then share its bytes.
+    """
+
+    def __init__(self) -> None:
+        self._held: list[tuple[str, Array]] = []
+        self._made = ArrayRecord()
+
+    def of(self, record: ArrayRecord) -> ArrayRecord:
+        """Return a record's arrays as a parcel."""
+        given = list(record.items())
+        # Flower copies what holds an array's bytes, and not the bytes.
+        alike = [(n, id(a.data)) for n, a in given] == [(n, id(a.data)) for n, a in self._held]
+        if not (alike and given):
+            self._held, self._made = given, pack_parcel(unpack_arrays(record))
+        return self._made
+
+
+def _written_as(buffer: str, code: str) -> str:
+    """Name a buffer's numbers for the ledger."""
+    if buffer == parcels.STEPS:
+        return "bfloat16"
+    return {"int4": "uint8"}.get(code, code) if buffer == parcels.CODED else buffer
+
+
+def is_parcel(record: ArrayRecord) -> bool:
+    """Whether a record is a parcel."""
+    return any(array.stype == _LAYOUT for array in record.values())
+
+
+def came_in_parcels(records: RecordDict) -> bool:
+    """Whether a message's arrays, if it has any, are a parcel: then so should its reply's be."""
+    return any(map(is_parcel, records.array_records.values()))
+
+
 def unpack_arrays(record: ArrayRecord) -> dict[str, NDArray[Any]]:
-    """Take named numpy arrays out of a record; the copies are the caller's."""
-    return {name: array.numpy() for name, array in record.items()}
+    """Take named numpy arrays out of a record, a parcel or not; the copies are the caller's.
+
+    Raises
+    ------
+    Refusal
+        If they cannot be read.
+    """
+    if is_parcel(record):
+        return parcels.unpack(_parcel(record))
+    return {name: _read(name, array) for name, array in record.items()}
+
+
+def code_of(records: RecordDict) -> str:
+    """Tell how the numbers of a message's arrays are written."""
+    found = [_parcel(r).layout for r in records.array_records.values() if is_parcel(r)]
+    return parcels.code_of(found[0]) if found else "float32"
+
+
+def _parcel(record: ArrayRecord) -> Parcel:
+    layouts = [array.data for array in record.values() if array.stype == _LAYOUT]
+    odd = [name for name, array in record.items() if array.stype not in (_LAYOUT, _BUFFER)]
+    if len(layouts) != 1 or odd:
+        raise Refusal(f"a parcel of {len(layouts)} lists and {len(odd)} loose arrays came")
+    return Parcel(layouts[0], {n: a.data for n, a in record.items() if a.stype == _BUFFER})
+
+
+def _read(name: str, array: Array) -> NDArray[Any]:
+    try:
+        found = array.numpy()
+        if found.dtype.hasobject or found.dtype.fields:
+            raise TypeError(f"numbers of {found.dtype}")
+    except Exception as error:  # numpy's reader raises all kinds for bytes that are no array
+        raise Refusal(f"array {name} cannot be read: {type(error).__name__}") from error
+    return found
 
 
 def content(
@@ -86,11 +172,11 @@ def config_of(records: RecordDict) -> dict[str, Any]:
 
 
 def metrics_of(records: RecordDict) -> dict[str, Any]:
-    """Return the metrics of a message; exactly one metric record is expected."""
+    """Return the metrics of a message but its ticket; exactly one metric record is expected."""
     found = list(records.metric_records.values())
     if len(found) != 1:
         raise Refusal(f"{len(found)} metric records came, expected one")
-    return dict(found[0])
+    return {name: value for name, value in found[0].items() if name != TICKET}
 
 
 def checked_metrics(records: RecordDict, needed: Iterable[str] = ()) -> dict[str, int | float]:
@@ -113,16 +199,44 @@ def checked_metrics(records: RecordDict, needed: Iterable[str] = ()) -> dict[str
     return metrics
 
 
-def update_of(records: RecordDict, manifest: Manifest, origin: int = -1) -> Update:
+def ticket_of(records: RecordDict) -> int | None:
+    """Return the ticket among a reply's metrics, if there is one; -1 is nobody's."""
+    for record in records.metric_records.values():
+        if TICKET in record:
+            ticket = record[TICKET]
+            return ticket if type(ticket) is int else -1
+    return None
+
+
+def update_of(
+    records: RecordDict,
+    manifest: Manifest,
+    origin: int = -1,
+    code: str = "float32",
+    start: Arrays | None = None,
+) -> Update:
     """Read a training reply as an update, after the manifest has been held against it.
+
+    Parameters
+    ----------
+    code
+        How its numbers must be written.
+    start
+        What its sender was sent, where numbers are of how far each moved from there.
 
     Raises
     ------
     Refusal
-        If names, shapes or dtypes differ, a value is not finite, or the weight is not positive.
+        If names, shapes or dtypes differ, a value is not finite, the weight is not positive, or
+        numbers are written otherwise.
     """
+    if (came := code_of(records)) != code:
+        raise Refusal(f"numbers came in {came}, expected {code}")
     arrays = arrays_of(records)
     manifest.check_arrays(arrays)
+    if start is not None:
+        arrays = {name: moved(start.get(name), change) for name, change in arrays.items()}
+        manifest.check_arrays(arrays)
     return Update.of(arrays, checked_metrics(records)[WEIGHT], origin)
 
 
@@ -134,7 +248,8 @@ def wire_bytes(records: RecordDict) -> dict[str, int]:
     counts: Counter[str] = Counter()
     for record in records.array_records.values():
         for array in record.values():
-            counts[array.dtype] += _value_bytes(array)
+            if array.stype != _LAYOUT:
+                counts[array.dtype] += _value_bytes(array)
     # count_bytes() of flwr 1.42 raises on empty lists, and is not what protobuf writes.
     counts[FRAMING] = recorddict_to_proto(records).ByteSize() - sum(counts.values())
     return dict(counts)
@@ -142,9 +257,11 @@ def wire_bytes(records: RecordDict) -> dict[str, int]:
 
 def _value_bytes(array: Array) -> int:
     """Count an array's values; the data of a foreign or broken array count as they are."""
+    if array.stype == _BUFFER:
+        return len(array.data)
     try:
-        size = int(np.prod(array.shape, dtype=np.int64)) * np.dtype(array.dtype).itemsize
-    except TypeError:
+        size = max(0, math.prod(array.shape)) * np.dtype(array.dtype).itemsize
+    except (TypeError, ValueError, SyntaxError):
         size = len(array.data)
     return min(size, len(array.data))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -155,12 +156,16 @@ class Manifest:
         try:
             tree = json.loads(text)
             arrays, kept = (
-                {n: (tuple(map(int, s)), str(d)) for n, (s, d) in tree.pop(part).items()}
+                {n: (tuple(s), d) for n, (s, d) in tree.pop(part).items()}
                 for part in ("arrays", "kept")
             )
+            for name, (shape, dtype) in (*arrays.items(), *kept.items()):
+                _check_entry(name, shape, dtype)
+            if odd := [key for key, text in tree.items() if not isinstance(text, str)]:
+                raise ValueError(f"{odd[0]} is no text")
             return cls(**tree, arrays=arrays, kept=kept)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise Refusal(f"not an adapter manifest: {error}") from error
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise Refusal(f"not an adapter manifest: {error}"[:300]) from error
 
     def digest(self) -> str:
         """SHA-256 of ``to_json``: what a message carries instead of the whole manifest."""
@@ -194,6 +199,39 @@ class Manifest:
         for name, came in listing.items():
             if came != self.arrays[name]:
                 raise Refusal(f"array {name}: {came} came, {self.arrays[name]} was expected")
+
+
+_NAME = re.compile(r"[^/\\\x00-\x1f]+(/[^/\\\x00-\x1f]+)?")
+"""No path: at most one slash, which marks a control, and no dots beside it."""
+_DTYPE = re.compile(r"(float(16|32|64)|u?int(8|16|32|64)|bool)")
+_MOST = 2**40
+
+
+def _check_entry(name: str, shape: tuple[Any, ...], dtype: Any) -> None:
+    """Check what a manifest lists before anybody makes room for it, or calls a file by it."""
+    if not _NAME.fullmatch(name) or ".." in name or len(name) > 1000:
+        raise ValueError(f"an array cannot be called {name!r:.60}")
+    if not isinstance(dtype, str) or not _DTYPE.fullmatch(dtype):
+        raise ValueError(f"array {name} of {dtype!r:.20}")
+    if len(shape) > 8 or not all(type(n) is int and 0 <= n <= _MOST for n in shape):
+        raise ValueError(f"array {name} has the shape {shape!r:.60}")
+
+
+def ticket(run: str, server_round: int, manifest: str, kind: str, partition: int) -> int:
+    """Number that a reply carries to say which message it answers.
+
+    Both ends work it out: the client of the run and round it was told, of its own partition and
+    of the manifest that it holds.  A reply of another round, run, adapter or client has another
+    number.  It is no signature: it finds mistakes and replays, and Flower's keys say who sent it.
+
+    Parameters
+    ----------
+    kind
+        ``train`` or ``evaluate``.
+    """
+    text = f"{run}|{server_round}|{manifest}|{kind}|{partition}"
+    drawn = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
+    return 2**56 + drawn  # as long on the wire whatever it is
 
 
 def _listing(arrays: Arrays) -> Listing:

@@ -10,6 +10,8 @@ from fedloom.config.adapter import LoraConfig as LoraConfig
 from fedloom.config.adapter import MemoryConfig as MemoryConfig
 from fedloom.config.baselines import BASELINES as BASELINES
 from fedloom.config.faast import FaastConfig as FaastConfig
+from fedloom.config.gate import GateConfig as GateConfig
+from fedloom.config.gate import WireConfig as WireConfig
 from fedloom.config.learning import WITH_SIDE as WITH_SIDE
 from fedloom.config.learning import EvaluationConfig as EvaluationConfig
 from fedloom.config.learning import ServerConfig as ServerConfig

@@ -16,6 +16,12 @@ class SamplingConfig:
     fraction: float = 1.0
     min_nodes: int = 1
     """Fewer usable replies than this end the run."""
+    min_share: float = 0.0
+    """So does a smaller share of usable replies among those asked in a round."""
+    rest_after: int = 0
+    """A client that fails so many times in a row when asked to train is rested; 0 rests nobody."""
+    rest_rounds: int = 1
+    """For how many rounds it is not asked; others stand in for it."""
     wait_seconds: float = 120.0
     """How long to wait for nodes before giving up, in seconds."""
     reply_seconds: float = 3600.0
@@ -25,6 +31,10 @@ class SamplingConfig:
         if not 0 < self.fraction <= 1:
             raise Refusal(f"sampling.fraction = {self.fraction}: expected above 0 and at most 1")
         at_least("sampling.min-nodes", self.min_nodes, 1)
+        if not 0 <= self.min_share <= 1:
+            raise Refusal(f"sampling.min-share = {self.min_share}: expected 0 to 1")
+        at_least("sampling.rest-after", self.rest_after, 0)
+        at_least("sampling.rest-rounds", self.rest_rounds, 1)
         at_least("sampling.wait-seconds", self.wait_seconds, 0)
         at_least("sampling.reply-seconds", self.reply_seconds, 0)
 

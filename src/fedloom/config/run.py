@@ -18,6 +18,7 @@ from fedloom.config.adapter import LoraConfig, MemoryConfig
 from fedloom.config.baselines import BASELINES
 from fedloom.config.checks import at_least, one_of
 from fedloom.config.faast import FaastConfig
+from fedloom.config.gate import GateConfig, WireConfig
 from fedloom.config.learning import OF_ANY_RANKS, EvaluationConfig, ServerConfig, TrainConfig
 from fedloom.config.local import LocalConfig
 from fedloom.config.machine import ClientsConfig, SamplingConfig
@@ -66,6 +67,8 @@ class RunConfig:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     clients: ClientsConfig = field(default_factory=ClientsConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
+    gate: GateConfig = field(default_factory=GateConfig)
+    wire: WireConfig = field(default_factory=WireConfig)
 
     def __post_init__(self) -> None:
         one_of("method", self.method, ("fednl", "faast"))
@@ -88,6 +91,7 @@ class RunConfig:
             self._check_ranks()
             self._check_trunk()
             self.local.check_with(self.share, self.server.rule)
+        self.wire.check_with(self.method, self.share, self.server.rule)
         self._check_nodes()
 
     def _check_task(self) -> None:
@@ -184,6 +188,7 @@ class RunConfig:
     def digest(self) -> str:
         """Hash all that decides the result, so that both ends know they mean the same run."""
         places = {"name", "output", "clients.total-cpus", "clients.total-gpus", "model.device"}
+        places.add("wire.budget-bytes")  # a run that it stopped may go on with a larger one
         kept = {key: value for key, value in self.flat().items() if key not in places}
         return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
