@@ -7,7 +7,7 @@ Flower 1.42's strategies speak in messages; its ``NumPyClient`` in lists of arra
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from flwr.app import Context, Message, RecordDict
@@ -17,7 +17,9 @@ from numpy.typing import NDArray
 
 from fedloom import border
 from fedloom.clients import gate
+from fedloom.config import RunConfig
 from fedloom.errors import Refusal
+from fedloom.flat import Scalar
 
 ClientFn = Callable[[Context], NumPyClient]
 
@@ -32,9 +34,19 @@ class AdapterClient(NumPyClient):
         ``get_parameters`` and ``fit``, the names of what these returned.
     code : str
         What the arrays that ``fit`` returned are to be written in: see ``fedloom.rounding``.
+    config : RunConfig
+        The recipe.
     """
 
     code = "float32"
+    config: RunConfig
+    own_keys: Mapping[str, Scalar] = {}
+    """Recipe keys of ``[custom]`` that a client reads, with their defaults."""
+
+    @property
+    def custom(self) -> dict[str, Scalar]:
+        """The recipe's values of ``own_keys``."""
+        return self.config.custom.over(self.own_keys)
 
     def __init__(self) -> None:
         self.array_names: list[str] = []

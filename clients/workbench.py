@@ -20,7 +20,7 @@ from fedloom.adapters import centring
 from fedloom.adapters.attach import Adapter, attach
 from fedloom.config import RunConfig
 from fedloom.local.methods import travelling
-from fedloom.models.base import Base, load_base
+from fedloom.models.base import Base, forget_bases, load_base
 from fedloom.models.trunk import Trunk
 from fedloom.rules.exchange import Exchange
 from fedloom.wire import Manifest
@@ -123,6 +123,13 @@ def workbench(config: RunConfig) -> Workbench:
 def release() -> None:
     """Take the adapter off the process's base model, which is then as it was loaded."""
     _HELD.release()
+
+
+def forget() -> None:
+    """Let go of the base model and of all that was made with it."""
+    release()
+    _TRUNKS.clear()
+    forget_bases()
 
 
 def device(config: RunConfig) -> str:

@@ -98,7 +98,8 @@ def page() -> str:
     for name, cls in parts.items():
         values = vars(getattr(root, name)) if name else vars(root)
         text += f"## {f'`[{name}]`' if name else 'The run'}\n\n{inspect.getdoc(getattr(config, cls)).splitlines()[0]}\n\n"
-        text += "| key | default | |\n| --- | --- | --- |\n"
+        values = {k: v for k, v in values.items() if not k.startswith("_")}
+        text += "| key | default | |\n| --- | --- | --- |\n" if values else ""
         for field, value in values.items():
             if field not in parts:
                 said = docs.get((cls, field), "").replace("``", "`").replace("|", "\\|")

@@ -27,6 +27,7 @@ from fedloom.simulations import (
     faast_cli,
     forget_cli,
     generate_cli,
+    node_cli,
     readout_cli,
     state_cli,
 )
@@ -44,6 +45,7 @@ app.add_typer(data_cli.app, name="data")
 app.command()(generate_cli.generate)
 app.command()(doctor_cli.doctor)
 app.add_typer(state_cli.app, name="state")
+app.add_typer(node_cli.app, name="node")
 app.add_typer(faast_cli.app, name="faast")
 faast_cli.app.command()(forget_cli.forget)
 faast_cli.app.command(name="train-readout")(readout_cli.train_readout)

@@ -11,7 +11,9 @@ from flwr.app import Context
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 
+from fedloom.clients import warm
 from fedloom.clients.bridge import serve
+from fedloom.clients.choosing import own_or
 from fedloom.clients.secure import serve_sums
 from fedloom.errors import Refusal
 
@@ -39,8 +41,8 @@ def _named(context: Context) -> NumPyClient:
     return CLIENTS[method](context)
 
 
-app = ClientApp()  # a plain assignment: Flower looks for it by syntax
+app = ClientApp(mods=[warm.forward])  # a plain assignment: Flower looks for it by syntax
 for _action, _client in CLIENTS.items():
-    serve(app, _client, action=_action, queries=False)
-serve(app, _named)
+    serve(app, own_or(_client), action=_action, queries=False)
+serve(app, own_or(_named))
 serve_sums(app)

@@ -113,10 +113,12 @@ def run_in_process(config: RunConfig, client: ClientApp | None = None) -> None:
     client : ClientApp, optional
         Another ClientApp than fedloom's own.
     """
+    from fedloom.clients.warm import kept_here
     from fedloom.simulations import client_app, server_app  # torch: only when it is run
 
     grid = InProcessGrid(client or client_app.app, config.clients.count, config.flat())
-    serve_on(grid, server_app.app, config)
+    with kept_here():
+        serve_on(grid, server_app.app, config)
 
 
 def serve_on(grid: InProcessGrid, server: ServerApp, config: RunConfig) -> None:

@@ -79,6 +79,9 @@ def preflight(config: RunConfig, runtime: str | None = None) -> None:
     if runtime is not None:
         _check_runtime(config, runtime)
     from fedloom.holdings import holdings
+    from fedloom.simulations.own_code import check_own_code
+
+    check_own_code(config, clients_here=runtime is not None)
 
     has_torch = importlib.util.find_spec("torch") is not None
     if config.data.task == "niah" and not has_torch:

@@ -18,6 +18,7 @@ from fedloom.config import RunConfig
 from fedloom.errors import Refusal
 from fedloom.simulations.folder import RunFolder
 from fedloom.strategies.adapter_strategy import AdapterStrategy
+from fedloom.strategies.choosing import strategy_of
 from fedloom.strategies.faast import FAAST
 from fedloom.strategies.fednl import FedNL
 from fedloom.strategies.journal import Journal
@@ -49,6 +50,7 @@ def main(grid: Grid, context: Context) -> None:
 
 def run(grid: ReplyStream, config: RunConfig, folder: RunFolder, journal: Journal) -> str:
     """Carry out all rounds on whatever grid this is; say why, if it stopped before the last."""
+    method = strategy_of(config, STRATEGIES)
     folder.begin(config)
     journal.event(
         "start",
@@ -63,12 +65,12 @@ def run(grid: ReplyStream, config: RunConfig, folder: RunFolder, journal: Journa
     _announce(roster, journal)
     arrays, manifest, peft = _initial_adapter(grid, roster, journal)
     folder.keep_manifest(manifest)
-    journal.event("adapter", **STRATEGIES[config.method].sizes(manifest))
+    journal.event("adapter", **method.sizes(manifest))
 
     def keep(server_round: int, averaged: dict[str, NDArray[Any]]) -> None:
         folder.keep_adapter(averaged, manifest, peft)
 
-    strategy = STRATEGIES[config.method](config, manifest, roster, journal, keep)
+    strategy = method(config, manifest, roster, journal, keep)
     strategy.run(grid, arrays)
     if not any(row["round"] == strategy.budget.final for row in journal.of_phase("evaluate")):
         raise RuntimeError("no client could score the last round; its adapter is kept")

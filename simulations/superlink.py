@@ -328,6 +328,7 @@ def _environment(folder: Path) -> dict[str, str]:
         kept[name] = ",".join(filter(None, [kept.get(name, ""), "127.0.0.1,localhost"]))
     if len(str(folder)) <= RAY_FOLDER_CHARACTERS:
         kept["RAY_TMPDIR"] = str(folder)
+    kept["FEDLOOM_WARM"] = "off"  # a simulation's workers keep their models themselves
     return {**kept, **ENVIRONMENT, "FLWR_HOME": str(folder / "home")}
 
 

@@ -62,6 +62,8 @@ class AdapterStrategy(Strategy):
     """Flower's action name: messages are ``train.<action>`` and ``evaluate.<action>``."""
     train_metrics: tuple[str, ...] = ("loss",)
     """Metrics that every training reply must have, besides its number of examples."""
+    own_keys: Mapping[str, Scalar] = {}
+    """Recipe keys of ``[custom]`` that a strategy reads, with their defaults."""
 
     def __init__(
         self,
@@ -86,6 +88,11 @@ class AdapterStrategy(Strategy):
         self._train_loss: float | None = None
         self.server_round = 0
         self.round_facts: dict[str, float] = {}  # for the round's event; ``fold`` may add to it
+
+    @property
+    def custom(self) -> dict[str, Scalar]:
+        """The recipe's values of ``own_keys``."""
+        return self.config.custom.over(self.own_keys)
 
     @abstractmethod
     def fold(self, updates: Iterable[Update], sent: Arrays) -> dict[str, NDArray[Any]]:

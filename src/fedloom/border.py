@@ -11,12 +11,14 @@ import math
 import traceback
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
-from flwr.common.constant import ErrorCode
+from flwr.common.constant import APP_DIR, ErrorCode
 from flwr.common.serde import recorddict_to_proto
+from flwr.supercore.utils import get_flwr_home
 from numpy.typing import NDArray
 
 from fedloom import parcels
@@ -264,6 +266,11 @@ def _value_bytes(array: Array) -> int:
     except (TypeError, ValueError, SyntaxError):
         size = len(array.data)
     return min(size, len(array.data))
+
+
+def pushed_folders() -> list[Path]:
+    """Return where Flower unpacks the apps that a coordinator sends."""
+    return [get_flwr_home() / APP_DIR]
 
 
 def failure(message: Message, error: Exception) -> Message:

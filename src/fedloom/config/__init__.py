@@ -9,6 +9,7 @@ leaves open are fields with a default, so that a recipe shows what was assumed.
 from fedloom.config.adapter import LoraConfig as LoraConfig
 from fedloom.config.adapter import MemoryConfig as MemoryConfig
 from fedloom.config.baselines import BASELINES as BASELINES
+from fedloom.config.custom import CustomConfig as CustomConfig
 from fedloom.config.faast import FaastConfig as FaastConfig
 from fedloom.config.gate import GateConfig as GateConfig
 from fedloom.config.gate import WireConfig as WireConfig

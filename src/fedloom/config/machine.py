@@ -54,6 +54,9 @@ class ClientsConfig:
     """0 asks for none when ``gpus`` is 0, else lets Ray look."""
     threads: int = 1
     """Threads a client computes with, set explicitly: the same bits in process and on Ray."""
+    warm: bool = False
+    """Let a process beside the SuperNode keep the frozen model between messages (docs/warm.md). A
+    node's ``FEDLOOM_WARM`` comes first: a folder for its socket, or ``off``. Not in simulations."""
 
     def __post_init__(self) -> None:
         at_least("clients.count", self.count, 1)

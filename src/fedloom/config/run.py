@@ -17,6 +17,7 @@ from typing import Any, cast, get_type_hints
 from fedloom.config.adapter import LoraConfig, MemoryConfig
 from fedloom.config.baselines import BASELINES
 from fedloom.config.checks import at_least, one_of
+from fedloom.config.custom import CustomConfig
 from fedloom.config.faast import FaastConfig
 from fedloom.config.gate import GateConfig, WireConfig
 from fedloom.config.learning import OF_ANY_RANKS, EvaluationConfig, ServerConfig, TrainConfig
@@ -25,6 +26,9 @@ from fedloom.config.machine import ClientsConfig, SamplingConfig
 from fedloom.config.material import DataConfig, ModelConfig, NiahConfig
 from fedloom.errors import Refusal, nearest
 from fedloom.flat import Scalar, flatten, kebab
+from fedloom.references import check_reference
+
+_CUSTOM = "custom."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +59,12 @@ class RunConfig:
     share: str = "all"
     """What is averaged: ``all`` (LoRA and gates), ``memory`` (gates; LoRA stays at home) or
     ``none`` (each client trains alone)."""
+    strategy: str = ""
+    """Your own ``mypkg.mod:MyStrategy``, a subclass of ``fedloom.strategies.AdapterStrategy`` that
+    is installed on the server (docs/custom.md). Empty is the method's own."""
+    client: str = ""
+    """Your own ``mypkg.mod:MyClient``, a subclass of ``fedloom.clients.bridge.AdapterClient`` that
+    is installed on every node. Empty is the method's own."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     niah: NiahConfig = field(default_factory=NiahConfig)
@@ -69,6 +79,7 @@ class RunConfig:
     server: ServerConfig = field(default_factory=ServerConfig)
     gate: GateConfig = field(default_factory=GateConfig)
     wire: WireConfig = field(default_factory=WireConfig)
+    custom: CustomConfig = field(default_factory=CustomConfig)
 
     def __post_init__(self) -> None:
         one_of("method", self.method, ("fednl", "faast"))
@@ -78,6 +89,8 @@ class RunConfig:
         at_least("rounds", self.rounds, 1)
         at_least("seed", self.seed, 0)
         at_least("last-layers", self.last_layers, 0)
+        check_reference("strategy", self.strategy)
+        check_reference("client", self.client)
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.name):
             raise Refusal(
                 f'name = "{self.name}": expected letters, digits, ".", "_" and "-", starting with a'
@@ -188,7 +201,8 @@ class RunConfig:
     def digest(self) -> str:
         """Hash all that decides the result, so that both ends know they mean the same run."""
         places = {"name", "output", "clients.total-cpus", "clients.total-gpus", "model.device"}
-        places.add("wire.budget-bytes")  # a run that it stopped may go on with a larger one
+        # A run that its budget stopped may go on with a larger one.
+        places |= {"clients.warm", "wire.budget-bytes"}
         kept = {key: value for key, value in self.flat().items() if key not in places}
         return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
@@ -203,6 +217,8 @@ class RunConfig:
         """
         known = cls().flat()
         for key, value in values.items():
+            if key.startswith(_CUSTOM):
+                continue  # ``CustomConfig`` looks at them
             if key not in known:
                 raise Refusal(f"unknown key {key}{nearest(key, known)}; see docs/recipes.md")
             _check_type(key, value, known[key])
@@ -213,7 +229,7 @@ class RunConfig:
             for key, value in preset.items()
             if isinstance(value, str) and not key.startswith("model.")
         }
-        kept = {key: value for key, value in values.items() if value != known[key]}
+        kept = {key: value for key, value in values.items() if value != known.get(key)}
         return cast(RunConfig, _build(cls, {**preset, **kept, **words}, ""))
 
     from_flower = from_flat
@@ -261,7 +277,10 @@ def _build(cls: type[Any], values: Mapping[str, Scalar], prefix: str) -> Any:
     made: dict[str, Any] = {}
     for item in dataclasses.fields(cls):
         key, kind = prefix + kebab(item.name), hints[item.name]
-        if dataclasses.is_dataclass(kind):
+        if kind is CustomConfig:
+            own = {k.removeprefix(_CUSTOM): v for k, v in values.items() if k.startswith(_CUSTOM)}
+            made[item.name] = CustomConfig(own)
+        elif dataclasses.is_dataclass(kind):
             made[item.name] = _build(cast(type[Any], kind), values, key + ".")
         elif key in values:
             made[item.name] = float(values[key]) if kind is float else values[key]

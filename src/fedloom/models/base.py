@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,7 +56,16 @@ def load_base(source: Source | str, dtype: str = "float32", device: str = "cpu")
 
 def bases_loaded() -> int:
     """Count the loads that this process has done."""
-    return _load.cache_info().misses
+    return _FORGOTTEN.total() + _load.cache_info().misses
+
+
+def forget_bases() -> None:
+    """Let go of every base: a process that lives on has room for the next run's."""
+    _FORGOTTEN["loads"] += _load.cache_info().misses
+    _load.cache_clear()
+
+
+_FORGOTTEN: Counter[str] = Counter()
 
 
 @functools.cache

@@ -1,0 +1,1 @@
+"""A robust LoRA rule and a client metric, without a fork of fedloom."""
