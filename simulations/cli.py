@@ -26,6 +26,7 @@ from fedloom.simulations import (
     doctor_cli,
     faast_cli,
     forget_cli,
+    fuser_cli,
     generate_cli,
     node_cli,
     readout_cli,
@@ -47,6 +48,7 @@ app.command()(doctor_cli.doctor)
 app.add_typer(state_cli.app, name="state")
 app.add_typer(node_cli.app, name="node")
 app.add_typer(faast_cli.app, name="faast")
+app.add_typer(fuser_cli.app, name="fuser")
 faast_cli.app.command()(forget_cli.forget)
 faast_cli.app.command(name="train-readout")(readout_cli.train_readout)
 

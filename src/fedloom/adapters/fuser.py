@@ -30,6 +30,7 @@ from fedloom.slices.slice import SliceBatch
 
 MODES = ("prefix", "residual")
 SIZES = ("small", "c2c")
+SINKS = ("sender", "receiver")
 _STEP = 8  # widths are multiples of it
 
 
@@ -51,9 +52,15 @@ class FuserConfig:
     """Of the receiver's parameters, what a fuser of width 0 may have."""
     gate_init: float = 2.0
     """First logit of each layer's gate: open."""
+    tail: int = 0
+    """Last tokens of the receiver's prompt that see a prefix: 0 for all; 1 is the equation as it is
+    written, in which the receiver's cache is its own, and a fraction of the work."""
+    sink: str = "sender"
+    """Whose first token stands first, where attention rests (arXiv 2309.17453): what is made of the
+    sender's, or the receiver's own."""
 
     def __post_init__(self) -> None:
-        for name, known in (("mode", MODES), ("size", SIZES)):
+        for name, known in (("mode", MODES), ("size", SIZES), ("sink", SINKS)):
             told = getattr(self, name)
             if told not in known:
                 hint = nearest(told, known)
@@ -63,6 +70,16 @@ class FuserConfig:
                 f"fuser taps = {self.taps}, width = {self.width}, share = {self.share}: expected"
                 " 1 or more, 0 or more, and a share of 0 to 1"
             )
+        if self.tail < 0 or (self.alone and self.mode == "residual"):
+            raise Refusal(
+                f"fuser tail = {self.tail}, sink = {self.sink} in {self.mode} mode: expected 0 or"
+                " more; a residual fuser has neither, so leave both out"
+            )
+
+    @property
+    def alone(self) -> bool:
+        """Whether the receiver reads a part of its prompt without guests."""
+        return self.tail > 0 or self.sink == "receiver"
 
 
 @dataclass(frozen=True)
@@ -138,6 +155,12 @@ class CacheFuser(nn.Module):
                 " that is fed slides a window, in which a prefix would not stay; use depth, or"
                 " another receiver"
             )
+        if self.config.alone and len(receiver.full) < receiver.layers:
+            raise Refusal(
+                f"a {receiver.family} receiver with tail = {self.config.tail}, sink ="
+                f" {self.config.sink}: what it reads alone does not stay where a window slides; use"
+                " tail = 0 and sink = sender"
+            )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seeds.split(seed, "fuser", sender.model, receiver.model))
             self.projector = self._build()
@@ -172,6 +195,11 @@ class CacheFuser(nn.Module):
                 " not even a rank of 8 fits; set its width, or a larger share"
             )
         return fit[-1]
+
+    @property
+    def sources(self) -> dict[int, list[int]]:
+        """Receiver layer -> the sender's layers that it looks at, in the features' order."""
+        return dict(self._sources)
 
     @property
     def sender_layers(self) -> tuple[int, ...]:

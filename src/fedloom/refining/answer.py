@@ -15,11 +15,12 @@ from torch import Tensor
 
 from fedloom.adapters.alignment import align
 from fedloom.adapters.fused import FusedContext, pass_through
-from fedloom.adapters.fuser import CacheFuser, Guests
+from fedloom.adapters.fuser import CacheFuser, FuserConfig, Guests
 from fedloom.errors import Refusal
 from fedloom.models.base import Base
+from fedloom.refining.hearing import alone, seated
 from fedloom.slices.geometry import Geometry
-from fedloom.slices.slice import CacheSlice, SliceBatch, batch_of
+from fedloom.slices.slice import CacheSlice, SliceBatch, batch_of, export_cache
 
 Source = tuple[CacheFuser | None, CacheSlice]
 """A slice with the fuser of its pair; no fuser for a slice of the receiver's own model."""
@@ -31,7 +32,8 @@ class Refinement:
     Attributes
     ----------
     logits : Tensor
-        Of the prompt's tokens, [N, V]; in residual mode of the last one alone.
+        Of the prompt's tokens that saw the guests, [N, V]: all, with ``tail`` the last ones, in
+        residual mode the last one alone.
     senders : tuple of str
         Model hashes of those that were heard, in their order.
     """
@@ -98,15 +100,29 @@ def prefixed(
         return _residual(receiver, geometry, prompt, ordered, ends)
     made = [_seated(fuser, piece) for fuser, piece in ordered]
     heard = [guests for guests in made if guests.keys]
-    context = FusedContext(receiver.model, heard, start=start)
-    logits = context.read(torch.tensor([list(prompt)], device=receiver.model.device))[0]
+    how, before = _reading(ordered), 0
+    own = None
+    if heard and (before := alone(how, len(prompt))):
+        own = batch_of([export_cache(receiver.model, geometry, prompt[:before])])
+    context = FusedContext(receiver.model, seated(how, heard, own), start=start)
+    logits = context.read(torch.tensor([list(prompt[before:])], device=receiver.model.device))[0]
     return Refinement(context, logits, [guests.sender for guests in heard])
 
 
 def _seated(fuser: CacheFuser | None, piece: CacheSlice) -> Guests:
-    batch = batch_of([piece])
+    batch = batch_of([piece], sink=fuser is None or fuser.config.sink == "sender")
     made: Guests = pass_through(batch) if fuser is None else fuser(batch)
     return made
+
+
+def _reading(sources: Sequence[Source]) -> FuserConfig:
+    """Return how the prompt is to be read: all fusers must have been taught to be read so."""
+    found = [fuser.config for fuser, _ in sources if fuser is not None] or [FuserConfig()]
+    if len({(config.tail, config.sink) for config in found}) > 1:
+        raise Refusal(
+            "fusers taught with different tail or sink in one request: use those of one kind"
+        )
+    return found[0]
 
 
 def _check_receiver(fuser: CacheFuser | None, piece: CacheSlice, geometry: Geometry) -> None:

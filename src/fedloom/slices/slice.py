@@ -79,8 +79,10 @@ class SliceBatch:
         return tuple(sorted(self.keys))
 
 
-def batch_of(slices: Sequence[CacheSlice]) -> SliceBatch:
+def batch_of(slices: Sequence[CacheSlice], *, sink: bool = True) -> SliceBatch:
     """Put slices of one model and the same layers side by side, padded on the left.
+
+    Without ``sink``, each context's first token counts as padding.
 
     >>> one = {0: torch.ones(1, 2, 4)}, {0: torch.ones(1, 2, 4)}, (0, 1)
     >>> two = {0: torch.ones(1, 1, 4)}, {0: torch.ones(1, 1, 4)}, (0,)
@@ -96,7 +98,8 @@ def batch_of(slices: Sequence[CacheSlice]) -> SliceBatch:
         found = [getattr(s, part)[layer] for s in slices]
         return torch.stack([F.pad(x, (0, 0, longest - x.shape[1], 0)) for x in found])
 
-    real = [[t >= longest - s.tokens for t in range(longest)] for s in slices]
+    begins = [longest - s.tokens + (not sink and 0 in s.places[:1]) for s in slices]
+    real = [[t >= begin for t in range(longest)] for begin in begins]
     return SliceBatch(
         first.geometry,
         {n: stacked("keys", n) for n in first.layers},
