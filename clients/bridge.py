@@ -70,7 +70,7 @@ def serve(
     ``train.<action>`` is ``fit`` and ``evaluate.<action>`` is ``evaluate``; with ``queries``,
     ``query.properties`` is ``get_properties`` and ``query.initial_adapter`` is ``get_parameters``
     with the properties that belong to it: one client of an app answers these.  An exception becomes
-    an error reply with its traceback.
+    an error reply that says its type and place; its words stay on the node.
 
     Examples
     --------

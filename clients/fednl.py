@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from fedloom import __version__, border, seeds
 from fedloom.adapters.lora import narrow, redraw
 from fedloom.clients.bridge import AdapterClient, partition_of
+from fedloom.clients.private import update_to_send
 from fedloom.clients.workbench import Workbench, device, visible_gpus, workbench
 from fedloom.config import RunConfig
 from fedloom.errors import Refusal
@@ -63,13 +64,14 @@ class FedNLClient(AdapterClient):
             )
         client = partition.clients[self.partition_id]
         location = locate(parse_source(self.config.model.source))
+        hidden = self.config.privacy.on
         return {
             "partition": self.partition_id,
             "name": client.name,
-            "train": len(client.train),
+            **({} if hidden else {"train": len(client.train)}),
             "test": len(client.test),
             "data": partition.digest(),
-            "partition-json": partition.to_json() if config.get("partition") else "",
+            "partition-json": "" if hidden or not config.get("partition") else partition.to_json(),
             "version": __version__,
             "recipe": self.config.digest(),
             "base": location.base_hash,
@@ -99,11 +101,19 @@ class FedNLClient(AdapterClient):
         own = {name: arrays[name] for name in learnt if name not in bench.manifest.arrays}
         if own:
             work.home.keep(_ADAPTER, own, server_round)
+        sent = bench.exchange.up(server_round, self.partition_id, arrays)
+        if self.config.privacy.on:  # a count, a time or a score would tell what the arrays hide
+            report = trained.report
+            sent = update_to_send(
+                self.config, self.context, config, received, sent,
+                examples=report.examples, loss=report.loss,
+            )  # fmt: skip
+            self.array_names = list(sent)
+            return list(sent.values()), 1, {}
         metrics = {key.replace("_", "-"): value for key, value in asdict(trained.report).items()}
         metrics |= {**trained.metrics, **_gate_metrics(bench), **self._place()}
         if config.get("last"):  # this very adapter is averaged next: the aggregation drop's base
             metrics |= _prefixed("local-", self._score(bench, bench.trunk))
-        sent = bench.exchange.up(server_round, self.partition_id, arrays)
         if (code := self.config.wire.dtype) != "float32":
             self.code = code
             sent = changes(sent, received, code, work.home, server_round)

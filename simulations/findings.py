@@ -12,7 +12,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +104,8 @@ class ReportData:
     """What a reader must know before comparing columns."""
     fast: FastFacts | None = None
     """FAAST's solution, if that was the method."""
+    privacy: Row = field(default_factory=dict)
+    """What the server saw of FedNL's updates, and at what price; empty without ``privacy``."""
 
     @property
     def succeeded(self) -> bool:
@@ -238,6 +240,7 @@ def report_data(folder: Path) -> ReportData:
         environment=dict(_flat(_json(folder / "environment.json"))),
         notes=tuple(_notes(clients, manifest if _sent_whole(config) else None, traffic)),
         fast=fast_facts(config, events),
+        privacy=next((e for e in reversed(events) if e.get("event") == "privacy"), {}),
     )
 
 

@@ -181,6 +181,8 @@ def plain_lines(event: Event, picture: Picture) -> list[str]:
             return [f"{where}: {_choice(event)}"]
         case "shares":
             return [f"{where}: the server saw {event.get('seen')}{_spent(event)}"]
+        case "privacy" if event.get("round") == 1:
+            return [f"{where}: the server sees {event.get('seen')} (rule {event.get('rule')})"]
         case "adapter":
             counts = f"{event.get('lora', 0):,} of LoRA, {event.get('memory', 0):,} of memory"
             return [f"trainable: {counts}; {size(int(event.get('bytes', 0)))} up at most"]
@@ -223,6 +225,8 @@ def round_facts(row: Event) -> list[str]:
     facts += [f"{size(row['bytes-down'])} down"] if _has(row, "bytes-down") else []
     facts += [f"{size(row['bytes-up'])} up"] if _has(row, "bytes-up") else []
     facts += [f"agg error {row['agg-error']:.2g}"] if _has(row, "agg-error") else []
+    facts += [f"mask rounding {row['mask-error']:.1g}"] if _has(row, "mask-error") else []
+    facts += [f"epsilon {row['epsilon-spent']:.3g}"] if _has(row, "epsilon-spent") else []
     facts += [f"cut off {row['truncation-error']:.2g}"] if _has(row, "truncation-error") else []
     facts += [duration(row["seconds"])] if _has(row) else []
     facts += [f"{row['failed']} failed"] if row.get("failed") else []

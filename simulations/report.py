@@ -84,6 +84,8 @@ def summary(data: ReportData) -> dict[str, Any]:
         "failures": len(data.failures),
         "per-client": [_client_summary(client) for client in data.clients],
     }
+    if data.privacy:
+        tree["privacy"] = {k: v for k, v in data.privacy.items() if k not in ("event", "time")}
     if data.fast is not None:
         tree["fast-weights"] = data.fast.to_tree()
     return dict(_finite(tree))

@@ -181,12 +181,21 @@ class AdapterStrategy(Strategy):
         self.server_round, self.round_facts = server_round, {}
         if self.budget.is_over(server_round, self._round_bytes):
             return self._messages("train", "train", server_round, [], arrays, {})
-        chosen = self._drawn(server_round, announce=True)
+        chosen = self.draw(server_round)
         told = {**config, **self.train_config(server_round)}
         if self.config.local.method == "pooled":  # one client with all rows takes all their steps
             told |= {"stands-for": chosen, "pool": self.roster.partitions}
             chosen = self.roster.partitions[:1]
-        return self._messages("train", "train", server_round, chosen, arrays, told)
+        each = self.told_apart
+        return self._messages("train", "train", server_round, chosen, arrays, told, each)
+
+    def draw(self, server_round: int) -> list[int]:
+        """Return the partitions that a round asks, or override."""
+        return self._drawn(server_round, announce=True)
+
+    def told_apart(self, partition: int) -> Mapping[str, Any]:
+        """Return what one client's training message says besides, or override."""
+        return {}
 
     def _drawn(self, server_round: int, announce: bool = False) -> list[int]:
         """Return whom a round asks: drawn by seed and round, without those that rest."""

@@ -3,15 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from flwr.app import ArrayRecord
+from flwr.app import ArrayRecord, RecordDict
 from numpy.typing import NDArray
 
 from fedloom import border, rules
 from fedloom.strategies import factor_rules
 from fedloom.strategies.adapter_strategy import AdapterStrategy
+from fedloom.strategies.private_mean import PrivateMean
+from fedloom.strategies.roster import ReplyStream
 from fedloom.strategies.server_step import ServerStep
 from fedloom.wire import Arrays, Manifest, Update
 
@@ -29,15 +31,73 @@ class FedNL(AdapterStrategy):
     action = "fednl"  # served by fedloom.clients.fednl
     _step: ServerStep | None = None
 
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.private: PrivateMean | None = None
+        if self.config.privacy.on:
+            self.train_metrics = ()  # a client's own loss would tell what its update hides
+            self.private = PrivateMean(self.config, self.roster, self.run_token, self.journal)
+
+    def draw(self, server_round: int) -> list[int]:
+        """Return whom a round asks; masks need an exchange of keys first."""
+        drawn = super().draw(server_round)
+        if self.private is None:
+            return drawn
+        assert isinstance(self._grid, ReplyStream)
+        return self.private.begin(self._grid, server_round, drawn)
+
+    def told_apart(self, partition: int) -> Mapping[str, Any]:
+        """Return a client's letters, where masks need them."""
+        return {} if self.private is None else self.private.told(partition)
+
+    def read_update(self, server_round: int, partition: int, records: RecordDict) -> Update:
+        """Read a reply; under ``privacy`` it holds changes, clipped or masked, and no arrays."""
+        if self.private is None:
+            return super().read_update(server_round, partition, records)
+        arrays = border.arrays_of(records)
+        self.expected_reply(server_round, partition).check_arrays(arrays)
+        border.checked_metrics(records)
+        return self.private.read(partition, arrays)
+
+    def admit(
+        self, server_round: int, partition: int, update: Update, metrics: Mapping[str, Any]
+    ) -> dict[str, float]:
+        """Hold a change against the gate; under ``privacy`` it has its own bound, or none shows."""
+        if self.private is None:
+            return super().admit(server_round, partition, update, metrics)
+        return {}
+
     def fold(self, updates: Iterable[Update], sent: Arrays) -> dict[str, NDArray[Any]]:
         """Fold by ``server.rule``; with a server optimiser the server steps along the mean."""
+        if self.private is not None:
+            self.private.fold(updates)
+            return dict(sent)  # ``settle`` moves it, also where nobody was drawn
         made, facts = factor_rules.fold(self.config, self.server_round, updates, sent)
         self.round_facts.update(facts)
+        return self._stepped(sent, made)
+
+    def _stepped(self, start: Arrays, made: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
         if self.config.server.rule != "mean":
             return made
         if self._step is None:
             self._step = ServerStep(self.config.server)
-        return self._step.step(sent, made)
+        return self._step.step(start, made)
+
+    def usable(self, come: int) -> int:
+        """Count good replies; where clients are drawn in secret, a round of noise is one, too."""
+        return max(come, 1) if self.private is not None and self.private.secret else come
+
+    def settle(self, server_round: int, folded: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+        """Return the fold; under ``privacy`` the state after a step along the private mean."""
+        if self.private is None:
+            return folded
+        names = rules.Exchange(self.config, self.manifest).expected(server_round, 0).arrays
+        start = {name: self._sent[name] for name in names}
+        moved = self.private.step(start)
+        self._train_loss = self.private.train_loss
+        self.round_facts |= self.private.facts()
+        self.private.tell(server_round)
+        return {**folded, **self._stepped(start, moved)}
 
     def for_client(self, partition: int, state: ArrayRecord) -> ArrayRecord:
         """Choose what the rule sends; a client of a smaller rank gets LoRA cut to it."""
@@ -55,4 +115,5 @@ class FedNL(AdapterStrategy):
 
     def expected_reply(self, server_round: int, partition: int) -> Manifest:
         """Return what the rule lets this client send."""
-        return rules.Exchange(self.config, self.manifest).expected(server_round, partition)
+        expected = rules.Exchange(self.config, self.manifest).expected(server_round, partition)
+        return expected if self.private is None else self.private.expected(expected)

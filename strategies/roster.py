@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -13,8 +12,9 @@ from flwr.app import Message
 from flwr.serverapp import Grid
 from flwr.serverapp.exception import AggregationError
 
-from fedloom import border, seeds
+from fedloom import border
 from fedloom.errors import Refusal
+from fedloom.rules.schedule import drawn
 from fedloom.strategies.journal import Journal
 
 _POLL_SECONDS = 0.1
@@ -142,10 +142,7 @@ class Roster:
         (True, 3)
         """
         partitions = self.partitions
-        count = max(1, math.ceil(fraction * len(partitions) - 1e-9))
-        random = seeds.generator(seed, server_round, "sampling")
-        drawn = random.choice(len(partitions), size=count, replace=False)
-        return sorted(partitions[i] for i in drawn)
+        return [partitions[i] for i in drawn(seed, server_round, fraction, len(partitions))]
 
 
 def wait_for_nodes(grid: Grid, count: int, seconds: float, least: int) -> list[int]:

@@ -80,5 +80,7 @@ def test_failure_carries_a_sentence_or_a_traceback():
     except KeyError as error:
         failed = border.failure(message, error)
     line, trace, is_refusal = border.failure_reason(failed)
-    assert (line, is_refusal) == ("KeyError: 'gone'", False)
-    assert trace.startswith("Traceback (most recent call last)")
+    assert line.startswith("KeyError at test_border.py:")
+    assert not is_refusal
+    assert trace.startswith("Traceback (most recent call last")
+    assert "tests/test_border.py:" in trace

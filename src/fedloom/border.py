@@ -7,6 +7,7 @@ seen on one page: named arrays of the manifest, a flat config, and numbers.
 
 from __future__ import annotations
 
+import logging
 import math
 import traceback
 from collections import Counter
@@ -36,6 +37,7 @@ FRAMING = "framing"
 
 _REFUSED = "Refusal: "
 _LAYOUT, _BUFFER = "loom.list", "loom.data"  # how Flower names what an array's bytes are
+_LOG = logging.getLogger(__name__)
 
 
 def pack_arrays(arrays: Arrays) -> ArrayRecord:
@@ -274,14 +276,40 @@ def pushed_folders() -> list[Path]:
 
 
 def failure(message: Message, error: Exception) -> Message:
-    """Answer a message with what went wrong: one line, and below it the traceback of a fault."""
+    """Answer a message with what went wrong: a refusal's line, or a fault's kind and place.
+
+    What a fault of ours or of a library says may quote a row: its words stay in the node's log, and
+    types, files and lines travel.
+    """
     if isinstance(error, Refusal):
         reason = _REFUSED + str(error)
     else:
-        said = str(error).strip().partition("\n")[0]
-        where = "".join(traceback.format_exception(error)).rstrip()
-        reason = f"{type(error).__name__}: {said}\n{where}"
+        _LOG.error("a message could not be answered", exc_info=error)
+        reason = redacted(error)
     return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
+
+
+def redacted(error: BaseException) -> str:
+    """Return an exception's type and place in one line and its traceback without any words.
+
+    Neither messages nor source lines nor folders: ``fedloom/training.py:141 in train_locally``.
+    """
+    lines: list[str] = []
+    cause: BaseException | None = error
+    seen: set[int] = set()
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        lines += [type(cause).__name__]
+        for frame in traceback.extract_tb(cause.__traceback__):
+            lines += [
+                f"  {'/'.join(Path(frame.filename).parts[-2:])}:{frame.lineno} in {frame.name}"
+            ]
+        hidden = cause.__suppress_context__
+        cause = cause.__cause__ or (None if hidden else cause.__context__)
+    at = traceback.extract_tb(error.__traceback__)[-1:]
+    place = f" at {Path(at[0].filename).name}:{at[0].lineno}" if at else ""
+    told = f"{type(error).__name__}{place} (its words are in the node's log)"
+    return "\n".join([told, "Traceback (most recent call last, words left out):", *lines])
 
 
 def failure_reason(message: Message) -> tuple[str, str, bool]:

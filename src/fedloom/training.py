@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from fedloom import seeds
 from fedloom.adapters.attach import is_memory_array
 from fedloom.config import TrainConfig
+from fedloom.errors import Refusal
 
 Example = TypeVar("Example")
 _POOL = 8  # batches that are sorted by length together, to pad little and still shuffle well
@@ -134,7 +135,7 @@ def train_locally(
 
     Raises
     ------
-    FloatingPointError
+    Diverged
         If a loss is not finite: the arrays would be poisoned.
     """
     started = time.perf_counter()
@@ -187,10 +188,14 @@ def _backward(value: Tensor, optimiser: torch.optim.Optimizer) -> None:
     value.backward()
 
 
+class Diverged(Refusal, FloatingPointError):
+    """A loss that is not finite: its words hold no data, so they may leave a node."""
+
+
 def check_finite(loss: Tensor) -> None:
-    """Raise ``FloatingPointError`` for a loss that would poison the arrays."""
+    """Raise ``Diverged`` for a loss that would poison the arrays."""
     if not math.isfinite(loss.item()):
-        raise FloatingPointError(f"the training loss is {loss.item()}; try a lower learning rate")
+        raise Diverged(f"the training loss is {loss.item()}; try a lower learning rate")
 
 
 def steps_of(examples: int, config: TrainConfig) -> int:

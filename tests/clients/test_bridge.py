@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, Context, RecordDict
+from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 from flwr.serverapp import strategy
 
+from fedloom import border
 from fedloom.clients.bridge import serve
+from fedloom.errors import Refusal
 from fedloom.simulations.inprocess import InProcessGrid
 
 
@@ -51,9 +56,48 @@ def test_stock_strategies_keep_names_and_go_on_without_the_one_that_raises(grid,
 
 
 def test_initial_arrays_and_properties_are_queries(grid):
-    from flwr.app import Message
-
     ask = Message(RecordDict(), 1000, "query.initial_adapter")
     (reply,) = grid.send_and_receive([ask])
     (arrays,) = reply.content.array_records.values()
     assert list(arrays) == ["0"]
+
+
+ROW = "patient 17, Quillfeather, 4 March 1961"
+
+
+class Quoting(Shift):
+    """Fails as code that handles rows does: its words, and those of what caused it, quote one."""
+
+    def fit(self, parameters, config):
+        if self.number == 1:
+            raise Refusal("column 3 of row 7: expected a number")
+        try:
+            row = {"text": ROW}
+            int(row["text"])
+        except ValueError as error:
+            error.add_note(f"while reading {ROW}")
+            raise KeyError(ROW) from error
+        return super().fit(parameters, config)
+
+
+@pytest.mark.parametrize("partition", [0, 1])
+def test_an_exception_that_quotes_a_row_says_where_and_not_what(partition, caplog):
+    app = ClientApp()
+    serve(app, Quoting)
+    grid = InProcessGrid(app, 2, {})
+    asked = Message(border.content({}, {"round": 1}), 1000 + partition, "train.default")
+    asked.content["arrays"] = ArrayRecord({"a": Array(np.zeros(2))})
+    (reply,) = grid.send_and_receive([asked])
+    said = reply.error.reason
+    for part in (ROW, "Quillfeather", "1961", "invalid literal"):
+        assert part not in said
+    line, trace, refused = border.failure_reason(reply)
+    if partition == 1:
+        assert (line, trace, refused) == ("column 3 of row 7: expected a number", "", True)
+        return
+    assert re.match(r"KeyError at test_bridge\.py:\d+ \(its words are in the node's log\)$", line)
+    assert "ValueError" in trace
+    assert re.search(r"clients/test_bridge\.py:\d+ in fit", trace)
+    assert "/home" not in trace
+    assert str(Path(__file__).parents[2]) not in trace
+    assert ROW in caplog.text  # the node's own log has all of it

@@ -260,7 +260,9 @@ def test_clients_that_fail_after_their_shares_are_out_are_taken_out_of_the_masks
 
     strategy = run(Listener(client_app(make), 7), SumStrategy(7))
     check_sum(strategy.found[0], [0, 1, 3, 4, 6])
-    assert strategy.refused == ["RuntimeError: the disk is full"] * 2
+    (reason,) = set(strategy.refused)
+    assert reason.startswith("RuntimeError at test_secure_sum.py:")
+    assert len(strategy.refused) == 2
 
 
 @pytest.mark.parametrize(

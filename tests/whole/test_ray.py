@@ -61,12 +61,12 @@ def test_base_loads_once_in_every_actor(recipe, tmp_path):
     assert len({row["pid"] for row in trained}) <= 2  # one actor a CPU
 
 
-def test_run_whose_clients_all_raise_exits_1_with_one_traceback(recipe, tmp_path):
+def test_run_whose_clients_all_refuse_exits_1_with_their_sentence(recipe, tmp_path):
     broken = recipe(train__learning_rate=1e30, train__max_steps=3)
     done = fedloom("run", write(broken, tmp_path / "r.toml"))
     said = done.stdout + done.stderr
     assert done.returncode == 1
-    assert said.count("Traceback (most recent call last)") == 1, said
+    assert "Traceback (most recent call last" not in said, said  # a refusal: its line is enough
     assert "the training loss is nan" in said
     assert "0 usable replies" in said
 

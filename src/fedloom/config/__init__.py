@@ -23,4 +23,6 @@ from fedloom.config.machine import SamplingConfig as SamplingConfig
 from fedloom.config.material import DataConfig as DataConfig
 from fedloom.config.material import ModelConfig as ModelConfig
 from fedloom.config.material import NiahConfig as NiahConfig
+from fedloom.config.privacy import LINEAR as LINEAR
+from fedloom.config.privacy import PrivacyConfig as PrivacyConfig
 from fedloom.config.run import RunConfig as RunConfig

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from fedloom.config.checks import at_least, one_of
+from fedloom.config.checks import at_least, check_masks, one_of
 from fedloom.errors import Refusal
 
 
@@ -88,13 +88,7 @@ class FaastConfig:
         """Refuse a promise that the mode cannot keep, and a key that it would not look at."""
         mode = f'faast.shares = "{self.shares}"'
         one_of("faast.protects", self.protects, ("row", "client"))
-        if not 0.5 < self.threshold < 1:
-            raise Refusal(
-                f"faast.threshold = {self.threshold}: expected above 0.5 and below 1, or two halves"
-                " of the clients could be told two stories"
-            )
-        if not 24 <= self.bits <= 52:
-            raise Refusal(f"faast.bits = {self.bits}: expected 24 to 52; 40 is right for most")
+        check_masks("faast", self.threshold, self.bits)
         if self.keep_sums and self.masked:
             raise Refusal(
                 f"faast.keep-sums = true with {mode}: no one but a client has its sums, so none can"

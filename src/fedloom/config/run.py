@@ -24,6 +24,7 @@ from fedloom.config.learning import OF_ANY_RANKS, EvaluationConfig, ServerConfig
 from fedloom.config.local import LocalConfig
 from fedloom.config.machine import ClientsConfig, SamplingConfig
 from fedloom.config.material import DataConfig, ModelConfig, NiahConfig
+from fedloom.config.privacy import PrivacyConfig
 from fedloom.errors import Refusal, nearest
 from fedloom.flat import Scalar, flatten, kebab
 from fedloom.references import check_reference
@@ -80,6 +81,7 @@ class RunConfig:
     gate: GateConfig = field(default_factory=GateConfig)
     wire: WireConfig = field(default_factory=WireConfig)
     custom: CustomConfig = field(default_factory=CustomConfig)
+    privacy: PrivacyConfig = field(default_factory=PrivacyConfig)
 
     def __post_init__(self) -> None:
         one_of("method", self.method, ("fednl", "faast"))
@@ -104,8 +106,26 @@ class RunConfig:
             self._check_ranks()
             self._check_trunk()
             self.local.check_with(self.share, self.server.rule)
+            self._check_private()
         self.wire.check_with(self.method, self.share, self.server.rule)
         self._check_nodes()
+
+    def _check_private(self) -> None:
+        """Refuse beside ``privacy`` what counts on changes that can be seen."""
+        asked = math.ceil(self.sampling.fraction * self.clients.count - 1e-9)
+        self.privacy.check_with(self.share, self.server.rule, self.local.method, asked)
+        if not self.privacy.on:
+            return
+        for key, odd in (
+            ("wire.dtype", self.wire.dtype != "float32"),
+            ("wire.budget-bytes", self.wire.budget_bytes),
+            ("sampling.rest-after", self.sampling.rest_after),
+        ):
+            if odd:
+                raise Refusal(
+                    f"{key} with privacy: what it needs to see of each client is hidden; leave"
+                    " one of the two out"
+                )
 
     def _check_task(self) -> None:
         classes = self.data.task == "classes"
@@ -128,6 +148,7 @@ class RunConfig:
             "local.method": (self.local.method, "plain"),
             "server.rule": (self.server.rule, "svd"),
             "server.optimizer": (self.server.optimizer, "none"),
+            "privacy": ("..." if self.privacy != PrivacyConfig() else "", ""),
         }
         for key, (came, default) in of_fednl.items():
             if came != default:
@@ -230,6 +251,9 @@ class RunConfig:
             if isinstance(value, str) and not key.startswith("model.")
         }
         kept = {key: value for key, value in values.items() if value != known.get(key)}
+        hidden = "privacy.masks" in kept or "privacy.clip" in kept
+        if hidden and "server.rule" not in values and not kept.keys() & {"share", "method"}:
+            preset = {"server.rule": "ffa", **preset}  # the default rule is no sum
         return cast(RunConfig, _build(cls, {**preset, **kept, **words}, ""))
 
     from_flower = from_flat
@@ -258,8 +282,11 @@ class RunConfig:
         return self.from_flat({**self.without_preset(), **keys})
 
     def without_preset(self) -> dict[str, Scalar]:
-        """Return ``flat`` without what only the baseline's name set: another may take its place."""
-        preset = BASELINES.get(self.baseline, {})
+        """Return ``flat`` without what only the baseline's name set: another may take its place.
+
+        Nor with the rule where it is the default's, in whose place privacy has another.
+        """
+        preset = {"server.rule": ServerConfig().rule, **BASELINES.get(self.baseline, {})}
         return {key: value for key, value in self.flat().items() if preset.get(key) != value}
 
 

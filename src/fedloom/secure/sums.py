@@ -12,10 +12,13 @@ from numpy.typing import NDArray
 from fedloom.errors import Refusal
 from fedloom.rules import fixed_point
 from fedloom.secure.masks import Words
-from fedloom.wire import Arrays, Update
+from fedloom.wire import Arrays, Listing, Update
 
 WEIGHT = "weight"
 """Name under which an update's weight is summed with its arrays: counts are masked too."""
+
+LOSS = "loss"
+"""Name under which a client's loss, times its weight, may be summed besides."""
 
 
 def encoded(arrays: Arrays, bits: int, parties: int) -> Words:
@@ -55,6 +58,21 @@ def from_sums(sums: Arrays) -> Update:
     """Read the sum of what ``as_sums`` returned as one update."""
     rest = {name: array for name, array in sums.items() if name != WEIGHT}
     return Update.summed(rest, float(sums[WEIGHT][0]))
+
+
+def masked_listing(arrays: Listing, extra: Iterable[str] = ()) -> Listing:
+    """Return names, shapes and dtypes of masked words, given those of what is summed.
+
+    Parameters
+    ----------
+    extra
+        Names of single numbers that are summed besides.
+
+    >>> masked_listing({"b": ((2, 3), "float32")}, ["weight"])
+    {'b': ((2, 3), 'uint64'), 'weight': ((1,), 'uint64')}
+    """
+    shapes = {**{n: shape for n, (shape, _) in arrays.items()}, **dict.fromkeys(extra, (1,))}
+    return {name: (shape, "uint64") for name, shape in sorted(shapes.items())}
 
 
 def largest_error(parts: Iterable[Arrays], total: Mapping[str, NDArray[Any]]) -> float:
