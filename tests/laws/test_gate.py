@@ -77,7 +77,7 @@ def test_nan_wrong_shape_stale_and_raising_clients_are_named_and_the_rest_counts
     assert found.keys() == {(r, p) for r in (1, 2) for p in (1, 2, 3)} | {(2, 4)}
     assert "not finite" in found[1, 1]
     assert "was expected" in found[1, 2]
-    assert "out of order" in found[2, 3]
+    assert "RuntimeError" in found[2, 3]  # its words stay on the node
     assert found[2, 4] == "a reply of round 1 came again in round 2"
 
 
