@@ -91,11 +91,12 @@ def ask(message: Message, context: Context, app: str = APP) -> Message:
         if kind == frames.STALE:  # it has ended itself
             continue
         if kind != frames.DONE:
-            raise RuntimeError(f"the model server: {payload.decode('utf-8', 'replace')}")
+            # Its own sentences, which quote no row: a refusal's words travel.
+            raise Refusal(f"the model server: {payload.decode('utf-8', 'replace')}")
         answer = frames.unpack_task(payload)
         context.state = answer.context.state
         return answer.message
-    raise RuntimeError("the model server died over this message, and once more when started anew")
+    raise Refusal("the model server died over this message, and once more when started anew")
 
 
 def call(kind: bytes) -> dict[str, Any]:
