@@ -95,6 +95,7 @@ class FedNLClient(AdapterClient):
         bench, received = self._receive(parameters, config, scoring=False)
         self._begin_round(bench, server_round)
         work = self._work(bench, config, server_round)
+        work.home.rewind(server_round)
         trained = method_of(self.config).fit(work, received)
         arrays = {**bench.adapter.arrays(), **trained.beside}
         learnt = bench.adapter.parameters()

@@ -61,18 +61,33 @@ Settings = Annotated[
 
 @app.command()
 def run(
-    recipe: Recipe,
+    recipe: Annotated[
+        str | None, typer.Argument(help="TOML recipe: a file, or the name of a packaged one.")
+    ] = None,
     runtime: Annotated[
         str, typer.Option(help="ray: Flower's simulation; inprocess: this process.")
     ] = "ray",
     settings: Settings = None,
     output: Annotated[str | None, typer.Option(help="Folder that holds run folders.")] = None,
     name: Annotated[str | None, typer.Option(help="Name of this run's folder.")] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(help="Go on with the run in this folder; RECIPE may be left out."),
+    ] = None,
 ) -> None:
     """Run a recipe and wait for it: 0 completed, 1 failed, 2 refused, 130 interrupted."""
-    from fedloom.simulations.runner import run_recipe
+    from fedloom.simulations.resume import stand_of
+    from fedloom.simulations.runner import resume_run, run_recipe
 
     named = {"output": output, "name": name}
+    if resume is not None:
+        if odd := [f"--{key}" for key, value in named.items() if value is not None]:
+            raise Refusal(f"{odd[0]} with --resume: a run goes on in its own folder; leave it out")
+        stand_of(resume)  # before its recipe is read: another version's may have other keys
+        config = read_recipe(recipe or str(resume / "config.toml"), settings or [], {})
+        raise typer.Exit(resume_run(config, resume, runtime=runtime))
+    if recipe is None:
+        raise Refusal("no recipe: expected a TOML file or the name of a packaged one, or --resume")
     chosen = {key: value for key, value in named.items() if value is not None}
     raise typer.Exit(run_recipe(read_recipe(recipe, settings or [], chosen), runtime=runtime))
 

@@ -19,6 +19,7 @@ from safetensors.numpy import save
 
 from fedloom import __version__
 from fedloom.config import RunConfig
+from fedloom.disk import write_whole
 from fedloom.flat import toml_lines
 from fedloom.rules import is_side_array, without_controls
 from fedloom.wire import Manifest, arrays_digest
@@ -39,9 +40,12 @@ class RunFolder:
     def of(cls, config: RunConfig) -> RunFolder:
         """Return the folder that a recipe names, made if it is not there.
 
-        One that holds another run's events is left alone: ``name-2``, ``name-3`` are next.
+        One that holds another run's events is left alone: ``name-2``, ``name-3`` are next.  A run
+        that goes on has its own.
         """
         parent = Path(config.output).expanduser().resolve()
+        if config.resume:
+            return cls(parent / config.name)
         names = (f"{config.name}-{n}" if n > 1 else config.name for n in itertools.count(1))
         path = next(
             parent / name for name in names if not (parent / name / "events.jsonl").exists()
@@ -50,9 +54,10 @@ class RunFolder:
         return cls(path)
 
     def begin(self, config: RunConfig) -> None:
-        """Write what is known before anything runs."""
-        self._write("config.toml", toml_lines(config.flat()))
-        self._write("environment.json", json.dumps(_environment(config), indent=1))
+        """Write what is known before anything runs; the recipe as one that begins."""
+        self._write("config.toml", toml_lines({**config.flat(), "resume": False}))
+        if not config.resume or not (self.path / "environment.json").exists():
+            self._write("environment.json", json.dumps(_environment(config), indent=1))
 
     def keep_partition(self, text: str) -> None:
         """Write who holds which rows, if the nodes say so."""
@@ -81,21 +86,14 @@ class RunFolder:
         for file, part in (("adapter_model", lora), (others, rest), ("side", side)):
             if part:
                 data = save(part, metadata={**about, "format": "pt", "digest": digest})
-                _replace(folder / f"{file}.safetensors", data)
+                write_whole(folder / f"{file}.safetensors", data)
         if peft:
-            _replace(folder / "adapter_config.json", peft.encode())
-        _replace(folder / "digest.txt", f"{digest}\n".encode())
+            write_whole(folder / "adapter_config.json", peft.encode())
+        write_whole(folder / "digest.txt", f"{digest}\n".encode())
         return digest
 
     def _write(self, name: str, text: str) -> None:
-        _replace(self.path / name, text.encode())
-
-
-def _replace(path: Path, data: bytes) -> None:
-    """Write whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_bytes(data)
-    temporary.replace(path)
+        write_whole(self.path / name, text.encode())
 
 
 def _environment(config: RunConfig) -> dict[str, Any]:

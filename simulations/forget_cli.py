@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -19,6 +20,7 @@ from fedloom.errors import Refusal
 from fedloom.rules.candidates import candidates
 from fedloom.rules.revisions import Contributions
 from fedloom.simulations.folder import RunFolder
+from fedloom.strategies.checkpoint import FOLDER as CHECKPOINTS
 from fedloom.strategies.faast import WEIGHTS, gram_of
 from fedloom.strategies.shelf import Choice, SumsShelf
 from fedloom.wire import Manifest, Update
@@ -98,6 +100,7 @@ def forget(
     after = run.keep_adapter({WEIGHTS: found.weights}, manifest, "")
     run.keep_manifest(manifest)
     shelf.keep(found.held, choice)
+    shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)  # their totals hold the client's sums
     shelf.drop(client, revision)
     certificate = {
         "client": client,

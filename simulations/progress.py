@@ -26,13 +26,15 @@ ROUNDS_SHOWN = 10
 
 
 def follow(
-    path: Path, stopped: Callable[[], bool], *, poll_seconds: float = 0.2
+    path: Path, stopped: Callable[[], bool], *, poll_seconds: float = 0.2, start: int = 0
 ) -> Iterator[dict[str, Any]]:
     """Yield the events of a file that may not exist yet and whose last line may be half written.
 
+    The first ``start`` bytes are passed over.
+
     Ends when ``stopped()`` is true and everything that was written before has been read.
     """
-    rest, read = b"", 0
+    rest, read = b"", start
     while True:
         last = stopped()  # asked first: what was written before the answer is still read
         chunk = b""
@@ -98,6 +100,8 @@ class Picture:
                 self.answered += 1
             case "round":
                 self._take_round(event)
+            case "resumed":
+                self.start, self.turned = {**self.start, **event, "event": "start"}, _when(event)
             case "refused":
                 self.refusal = str(event.get("reason", ""))
             case "end":
@@ -132,14 +136,19 @@ class Picture:
         return " ".join(filter(None, [f"client {partition}", names.get(partition, "")]))
 
 
-def show(path: Path, console: Console, stopped: Callable[[], bool], picture: Picture) -> None:
-    """Show the events of ``path`` until ``stopped()``, keeping ``picture`` up to date."""
+def show(
+    path: Path, console: Console, stopped: Callable[[], bool], picture: Picture, start: int = 0
+) -> None:
+    """Show the events of ``path`` until ``stopped()``, keeping ``picture`` up to date.
+
+    Of the first ``start`` bytes ``picture`` knows already.
+    """
     if not console.is_terminal:
-        for event in follow(path, stopped):
+        for event in follow(path, stopped, start=start):
             _take_and_say(event, picture, console, plain=True)
         return
     with Live(console=console, get_renderable=lambda: render(picture), refresh_per_second=4):
-        for event in follow(path, stopped):
+        for event in follow(path, stopped, start=start):
             _take_and_say(event, picture, console, plain=False)
 
 
@@ -172,6 +181,8 @@ def plain_lines(event: Event, picture: Picture) -> list[str]:
             facts = [f"{event.get('method')}: {event.get('rounds')} rounds"]
             facts += [f"{event.get('clients')} clients", f"seed {event.get('seed')}"]
             return [", ".join(facts)]
+        case "resumed":
+            return [_resumed_line(event)]
         case "nodes":
             return [_node_line(node, picture) for node in picture.nodes]
         case "adapter" if "keys" in event:
@@ -205,6 +216,13 @@ def plain_lines(event: Event, picture: Picture) -> list[str]:
             tail = "" if left is None else f", {duration(left)} left"
             return [f"{where}: {', '.join(round_facts(event))}{tail}"]
     return []
+
+
+def _resumed_line(event: Event) -> str:
+    line = f"goes on after round {event.get('after')} of {event.get('rounds')}"
+    line += f" ({event['note']})" if event.get("note") else ""
+    absent = ", ".join(map(str, event.get("absent", ())))
+    return line + (f"; not there: clients {absent}" if absent else "")
 
 
 def _spent(event: Event) -> str:

@@ -22,16 +22,19 @@ from types import FrameType
 from rich.console import Console
 
 from fedloom.config import RunConfig
+from fedloom.disk import held
 from fedloom.errors import Refusal, nearest
 from fedloom.flat import toml_lines
 from fedloom.local.home import VARIABLE as STATE
-from fedloom.simulations.progress import Picture, duration, round_facts, say, show
+from fedloom.simulations.progress import Picture, duration, follow, round_facts, say, show
+from fedloom.simulations.resume import LOCK, check_recipe, is_finished, stand_of, take_up
 from fedloom.simulations.superlink import (
     LocalSuperLink,
     SuperLinkError,
     federation_config,
     write_app,
 )
+from fedloom.strategies.journal import Journal
 
 COMPLETED, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
 
@@ -55,6 +58,39 @@ def run_recipe(config: RunConfig, *, runtime: str = "ray") -> int:
     except Refusal as refusal:
         say(errors, f"fedloom: {refusal}")
         return REFUSED
+    except KeyboardInterrupt:
+        say(errors, "fedloom: interrupted")
+        return INTERRUPTED
+
+
+def resume_run(config: RunConfig, folder: Path, *, runtime: str = "ray") -> int:
+    """Go on with the run in ``folder`` after its last whole round; return the exit code.
+
+    Parameters
+    ----------
+    config
+        Its recipe, in which ``rounds`` may have grown.
+    """
+    console, errors = Console(), Console(stderr=True)
+    try:
+        folder = folder.expanduser().absolute()
+        config = with_absolute_paths(config)
+        config = config.replaced(name=folder.name, output=str(folder.parent), resume=True)
+        stand = stand_of(folder)
+        check_recipe(config, folder, stand)
+        if is_finished(config, stand):
+            say(console, f"{folder} is complete: {config.rounds} of {config.rounds} rounds")
+            return COMPLETED
+        preflight(config, runtime)
+        with held(folder / LOCK, seconds=30.0):  # a killed run's processes may need a while
+            take_up(config, folder, Journal(folder))
+        return _run_in(folder, config, runtime, console, errors)
+    except Refusal as refusal:
+        say(errors, f"fedloom: {refusal}")
+        return REFUSED
+    except OSError as error:
+        say(errors, f"fedloom: {folder}: {error}")
+        return FAILED
     except KeyboardInterrupt:
         say(errors, "fedloom: interrupted")
         return INTERRUPTED
@@ -184,9 +220,11 @@ def _run_in(
     folder: Path, config: RunConfig, runtime: str, console: Console, errors: Console
 ) -> int:
     events = folder / "events.jsonl"
-    picture = Picture()
+    picture, known = Picture(), events.stat().st_size if config.resume and events.exists() else 0
+    for event in follow(events, lambda: True) if known else ():
+        picture.take(event)
     try:
-        with _terminable(), _at_home(folder), _shown(events, console, picture):
+        with _terminable(), _at_home(folder), _shown(events, console, picture, known):
             reason = _RUNTIMES[runtime](config, folder, picture)
     except (KeyboardInterrupt, Refusal) as cut:
         _close_events(events, picture, str(cut) or "interrupted")
@@ -231,16 +269,23 @@ def _run_here(config: RunConfig, folder: Path, picture: Picture) -> str:
     except Refusal:
         raise
     except Exception as error:  # whatever went wrong in the run is its outcome, kept in full
-        with log.open("a", encoding="utf-8") as handle:
+        with contextlib.suppress(OSError), log.open("a", encoding="utf-8") as handle:
             handle.write(traceback.format_exc())
         return picture.reason or f"{type(error).__name__}: {error}"
     return ""
 
 
+class _Quiet(logging.FileHandler):
+    """A log file that says nothing of a full disk: the run itself will."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Pass over."""
+
+
 @contextlib.contextmanager
 def _flower_logging_to(path: Path) -> Iterator[None]:
     """Send Flower's own log to a file, as on Ray, instead of through the display."""
-    logger, handler = logging.getLogger("flwr"), logging.FileHandler(path, encoding="utf-8")
+    logger, handler = logging.getLogger("flwr"), _Quiet(path, encoding="utf-8")
     before = logger.handlers[:]
     logger.handlers[:] = [handler]
     try:
@@ -271,9 +316,9 @@ def _at_home(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _shown(events: Path, console: Console, picture: Picture) -> Iterator[None]:
+def _shown(events: Path, console: Console, picture: Picture, start: int) -> Iterator[None]:
     over = threading.Event()
-    thread = threading.Thread(target=show, args=(events, console, over.is_set, picture))
+    thread = threading.Thread(target=show, args=(events, console, over.is_set, picture, start))
     thread.start()
     try:
         yield
@@ -308,7 +353,7 @@ def _close_events(events: Path, picture: Picture, reason: str) -> None:
     before = events.read_bytes() if events.exists() else b""
     torn = "" if before.endswith(b"\n") or not before else "\n"
     row = {"event": "end", "status": "failed", "reason": reason}
-    with events.open("a", encoding="utf-8") as handle:
+    with contextlib.suppress(OSError), events.open("a", encoding="utf-8") as handle:
         handle.write(f"{torn}{json.dumps(row)}\n")
 
 

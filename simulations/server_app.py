@@ -7,6 +7,8 @@ one node, which makes the same bytes as any other node would with this seed.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from flwr.app import Context, Message
@@ -15,9 +17,12 @@ from numpy.typing import NDArray
 
 from fedloom import __version__, border
 from fedloom.config import RunConfig
+from fedloom.disk import held
 from fedloom.errors import Refusal
+from fedloom.simulations import resume
 from fedloom.simulations.folder import RunFolder
 from fedloom.strategies.adapter_strategy import AdapterStrategy
+from fedloom.strategies.checkpoint import FOLDER, Checkpoint, Checkpoints
 from fedloom.strategies.choosing import strategy_of
 from fedloom.strategies.faast import FAAST
 from fedloom.strategies.fednl import FedNL
@@ -35,23 +40,59 @@ def main(grid: Grid, context: Context) -> None:
     """Run a recipe; whatever happens, the folder's events say how it ended."""
     config = RunConfig.from_flower(context.run_config)
     folder = RunFolder.of(config)
-    journal = Journal(folder.path)
-    try:
-        stream = ReplyStream(grid, config.sampling.reply_seconds)
-        reason = run(stream, config, folder, journal)
-    except Refusal as refusal:
-        journal.event("refused", reason=str(refusal))
-        raise
-    except Exception as error:
-        journal.event("end", status="failed", reason=f"{type(error).__name__}: {error}")
-        raise
-    journal.event("end", status="completed", reason=reason)
+    with held(folder.path / resume.LOCK, seconds=20.0):
+        if config.resume and resume.is_finished(config, resume.stand_of(folder.path)):
+            return
+        journal = Journal(folder.path)
+        try:
+            stream = ReplyStream(grid, config.sampling.reply_seconds)
+            reason = run(stream, config, folder, journal)
+        except Refusal as refusal:
+            _last_words(journal, "refused", reason=str(refusal))
+            raise
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            _last_words(journal, "end", status="failed", reason=reason)
+            raise
+        journal.event("end", status="completed", reason=reason)
+        Checkpoints(folder.path / FOLDER).keep_last()
+
+
+def _last_words(journal: Journal, name: str, **values: str) -> None:
+    with contextlib.suppress(OSError):  # the disk may be full, and that be what it died of
+        journal.event(name, **values)
 
 
 def run(grid: ReplyStream, config: RunConfig, folder: RunFolder, journal: Journal) -> str:
-    """Carry out all rounds on whatever grid this is; say why, if it stopped before the last."""
-    method = strategy_of(config, STRATEGIES)
+    """Carry out all rounds on whatever grid this is, or those that a stopped run still needs.
+
+    Returns
+    -------
+    str
+        Why it stopped before its last round, if it did.
+    """
+    strategy_of(config, STRATEGIES)  # refused before anything is written
+    stand = resume.take_up(config, folder.path, journal) if config.resume else None
     folder.begin(config)
+    if stand is not None and stand.checkpoint is not None:
+        strategy = _go_on(grid, config, folder, journal, stand, stand.checkpoint)
+    else:
+        torn = stand.torn if stand is not None else ()
+        strategy = _begin(grid, config, folder, journal, torn)
+    if not any(row["round"] == strategy.budget.final for row in journal.of_phase("evaluate")):
+        raise RuntimeError("no client could score the last round; its adapter is kept")
+    return strategy.budget.reason
+
+
+def _begin(
+    grid: ReplyStream,
+    config: RunConfig,
+    folder: RunFolder,
+    journal: Journal,
+    torn: Iterable[resume.Asked],
+) -> AdapterStrategy:
+    """Carry out all rounds."""
+    method = strategy_of(config, STRATEGIES)
     journal.event(
         "start",
         method=config.method,
@@ -60,24 +101,68 @@ def run(grid: ReplyStream, config: RunConfig, folder: RunFolder, journal: Journa
         seed=config.seed,
         folder=str(folder.path),
     )
-    roster = _roster(grid, config, journal)
+    roster, agreed = _roster(grid, config, journal)
     folder.keep_partition(roster.properties[roster.partitions[0]]["partition-json"])
     _announce(roster, journal)
     arrays, manifest, peft = _initial_adapter(grid, roster, journal)
     folder.keep_manifest(manifest)
     journal.event("adapter", **method.sizes(manifest))
 
+    keep = _keeping(folder, manifest, peft)
+    strategy = method(config, manifest, roster, journal, keep)
+    strategy.resume(None, torn)
+    strategy.checkpoint = resume.keeper(config, folder.path, strategy, agreed, peft)
+    strategy.run(grid, arrays)
+    return strategy
+
+
+def _go_on(
+    grid: ReplyStream,
+    config: RunConfig,
+    folder: RunFolder,
+    journal: Journal,
+    stand: resume.Stand,
+    last: Checkpoint,
+) -> AdapterStrategy:
+    """Carry out what is left.
+
+    The ledger says what the run's rounds took; asking anew who is there is told by the event.
+    """
+    asked = Journal()
+    found, agreed = _roster(grid, config, asked)
+    roster, manifest, about = resume.same_nodes(last, found, agreed), last.manifest(), last.about
+    keep = _keeping(folder, manifest, about["peft"])
+    token = about["run"]
+    strategy = strategy_of(config, STRATEGIES)(config, manifest, roster, journal, keep, token)
+    strategy.resume(last, stand.torn)
+    strategy.checkpoint = resume.keeper(config, folder.path, strategy, agreed, about["peft"])
+    if last.round:  # the folder's may be of a round that was cut
+        keep(last.round, dict(last.arrays))
+    journal.event(
+        "resumed",
+        after=last.round,
+        rounds=config.rounds,
+        note=stand.note,
+        absent=sorted(roster.nodes.keys() - found.nodes.keys()),
+        roll_call_bytes=sum(row["bytes"] for row in asked.rows["ledger"]),
+    )
+    strategy.run(grid, last.arrays)
+    return strategy
+
+
+def _keeping(
+    folder: RunFolder, manifest: Manifest, peft: str
+) -> Callable[[int, dict[str, NDArray[Any]]], None]:
     def keep(server_round: int, averaged: dict[str, NDArray[Any]]) -> None:
         folder.keep_adapter(averaged, manifest, peft)
 
-    strategy = method(config, manifest, roster, journal, keep)
-    strategy.run(grid, arrays)
-    if not any(row["round"] == strategy.budget.final for row in journal.of_phase("evaluate")):
-        raise RuntimeError("no client could score the last round; its adapter is kept")
-    return strategy.budget.reason
+    return keep
 
 
-def _roster(grid: ReplyStream, config: RunConfig, journal: Journal) -> Roster:
+def _roster(
+    grid: ReplyStream, config: RunConfig, journal: Journal
+) -> tuple[Roster, dict[str, str]]:
+    """Ask who is there; return what all nodes agree on, besides."""
     sampling = config.sampling
     nodes = wait_for_nodes(grid, config.clients.count, sampling.wait_seconds, sampling.min_nodes)
 
@@ -87,11 +172,10 @@ def _roster(grid: ReplyStream, config: RunConfig, journal: Journal) -> Roster:
     roster = roll_call(grid, nodes, ask, journal)
     if len(roster.nodes) < sampling.min_nodes:
         raise RuntimeError(f"{len(roster.nodes)} of {len(nodes)} nodes answered the roll call")
-    _check_agreement(config, roster)
-    return roster
+    return roster, _check_agreement(config, roster)
 
 
-def _check_agreement(config: RunConfig, roster: Roster) -> None:
+def _check_agreement(config: RunConfig, roster: Roster) -> dict[str, str]:
     """Refuse nodes that mean another run, model, data or version than the others."""
     first = roster.properties[roster.partitions[0]]
     expected: dict[str, str] = {"version": __version__, "recipe": config.digest()}
@@ -107,6 +191,7 @@ def _check_agreement(config: RunConfig, roster: Roster) -> None:
                     f" {came[:16]} came, {wanted[:16]} was expected; use the same model, data,"
                     " recipe and fedloom version on every node"
                 )
+    return expected
 
 
 def _announce(roster: Roster, journal: Journal) -> None:

@@ -27,11 +27,13 @@ from fedloom.config import WITH_SIDE, RunConfig
 from fedloom.flat import Scalar
 from fedloom.rules import ControlSum, without_controls
 from fedloom.strategies.budget import Budget
+from fedloom.strategies.checkpoint import Checkpoint, Part
 from fedloom.strategies.gate import Gate
 from fedloom.strategies.inbox import Inbox
 from fedloom.strategies.journal import Journal
 from fedloom.strategies.resting import drawn
 from fedloom.strategies.roster import ReplyStream, Roster
+from fedloom.strategies.rounds import run_rounds
 from fedloom.strategies.tallies import macro, prefixed
 from fedloom.wire import Arrays, Manifest, Update
 
@@ -88,6 +90,9 @@ class AdapterStrategy(Strategy):
         self._train_loss: float | None = None
         self.server_round = 0
         self.round_facts: dict[str, float] = {}  # for the round's event; ``fold`` may add to it
+        self.parts: dict[str, Part] = {}  # what is remembered from round to round, by name
+        self.after = -1  # the last whole round: of the run that goes on; -1: nothing is done
+        self.checkpoint: Callable[[int, Arrays], None] = lambda server_round, arrays: None
 
     @property
     def custom(self) -> dict[str, Scalar]:
@@ -143,26 +148,46 @@ class AdapterStrategy(Strategy):
         }
 
     def run(self, grid: ReplyStream, arrays: Arrays) -> Result:
-        """Measure the frozen model, then run Flower's loop over all rounds."""
-        self.journal.event("client-state", run=self.run_token)
-        self.measure_frozen(grid)
+        """Measure the frozen model, then run all rounds, or what a stopped run still needs."""
+        if self.after < 0:
+            self.journal.event("client-state", run=self.run_token)
+            self.measure_frozen(grid)
+            self.checkpoint(0, arrays)
         if self.config.local.method == "none":
             return self._score_alone(grid, arrays)
-        return self.start(
-            grid=grid,
-            initial_arrays=border.pack_arrays(arrays),
-            num_rounds=self.config.rounds,
+        return run_rounds(
+            self,
+            grid,
+            border.pack_arrays(arrays),
+            after=max(self.after, 0),
+            rounds=self.config.rounds,
             timeout=self.config.sampling.reply_seconds,
+            whole=self.whole,
         )
+
+    def whole(self, server_round: int, arrays: ArrayRecord) -> None:
+        """Keep what a round left, once its scores are in; override to tidy up afterwards."""
+        if server_round <= self.budget.final:  # what a budget stopped was no round
+            self.checkpoint(server_round, border.unpack_arrays(arrays))
+
+    def resume(self, held: Checkpoint | None, torn: Iterable[Mapping[int, list[int]]]) -> None:
+        """Go on after a whole round, if any; ``torn`` is whom rounds that were cut had asked."""
+        if held is not None:
+            self.after = held.round
+            for name, part in self.parts.items():
+                part.restore(held.part(name))
 
     def _score_alone(self, grid: ReplyStream, arrays: Arrays) -> Result:
         """Score the start where the last round's adapter would be: nobody trains."""
         last, result = self.config.rounds, Result()
         result.arrays = border.pack_arrays(arrays)
+        if self.after == last:
+            return result
         if self._keep is not None:
             self._keep(last, dict(arrays))
         messages = self.configure_evaluate(last, result.arrays, ConfigRecord(), grid)
         self.aggregate_evaluate(last, grid.send_and_receive(messages))
+        self.whole(last, result.arrays)
         return result
 
     def measure_frozen(self, grid: ReplyStream) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -31,9 +31,10 @@ from fedloom.rules.shares import gram_of as gram_of
 from fedloom.rules.shares import listing
 from fedloom.rules.solving import FastWeights
 from fedloom.strategies.adapter_strategy import AdapterStrategy
+from fedloom.strategies.checkpoint import Checkpoint, State
 from fedloom.strategies.roster import ReplyStream
 from fedloom.strategies.shares import Shares
-from fedloom.strategies.shelf import Choice, SumsShelf
+from fedloom.strategies.shelf import Choice, SumsShelf, summed_arrays, summed_of
 from fedloom.wire import Arrays, Manifest, Update
 
 WEIGHTS = "weights"
@@ -64,6 +65,8 @@ class FAAST(AdapterStrategy):
         self.shares = Shares(self.config, self.roster, self.run_token, self.journal)
         self.contributions = Contributions()
         self.choice: Choice | None = None
+        self.parts |= {"sums": self, "shares": self.shares}
+        self._needed_before: set[tuple[int, int]] = set()  # by the checkpoint before the last
         self._revisions: dict[int, int] = {}
         self._solutions: list[FastWeights] = []
 
@@ -157,13 +160,44 @@ class FAAST(AdapterStrategy):
         if partition in self.contributions:
             before = self.contributions[partition].revision
             old = self.shelf.find(partition, before)
-            self.contributions.add(partition, revision, update, old)
-            self.shelf.drop(partition, before)
+            self.contributions.add(partition, revision, update, old)  # ``whole`` drops the old
         else:
             self.contributions.add(partition, revision, update)
         self.shares.added()
         if self.config.faast.keep_sums:
             self.shelf.put(partition, revision, update)
+
+    def whole(self, server_round: int, arrays: ArrayRecord) -> None:
+        """Keep the round, then drop sums that neither it nor the round before it can need."""
+        super().whole(server_round, arrays)
+        needed = {(p, self.contributions[p].revision) for p in self.contributions}
+        last = server_round == self.config.rounds
+        self.shelf.prune(needed if last else needed | self._needed_before)
+        self._needed_before = needed
+
+    def state(self) -> State:
+        """Return the total, whose it is, and how it was solved."""
+        choice = asdict(self.choice) if self.choice else None
+        total = self.contributions.total if len(self.contributions) else None
+        tree: dict[str, Any] = {"clients": self.contributions.to_tree(), "solved": choice}
+        tree["weight"] = total.weight if total else 0.0
+        return State(summed_arrays(total) if total else {}, tree)
+
+    def restore(self, state: State) -> None:
+        """Take up the sums of an earlier process; the shelf may be a torn round ahead of them."""
+        tree = state.tree
+        total = summed_of(state.arrays, tree["weight"]) if state.arrays else None
+        self.contributions = Contributions.from_tree(total, tree["clients"])
+        self._needed_before = {(p, self.contributions[p].revision) for p in self.contributions}
+        if tree["solved"] is not None:
+            self.choice = Choice(**tree["solved"])
+            self.shelf.keep(self.contributions, self.choice)
+
+    def resume(self, held: Checkpoint | None, torn: Iterable[Mapping[int, list[int]]]) -> None:
+        """Go on, after counting what clients gave away in rounds that will be repeated."""
+        super().resume(held, torn)
+        for rounds in torn:
+            self.shares.count_torn(rounds)
 
     def usable(self, come: int) -> int:
         """Count the clients in the sums: a later round may bring none."""

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from fedloom import border, rules
 from fedloom.strategies import factor_rules
 from fedloom.strategies.adapter_strategy import AdapterStrategy
+from fedloom.strategies.checkpoint import Checkpoint
 from fedloom.strategies.private_mean import PrivateMean
 from fedloom.strategies.roster import ReplyStream
 from fedloom.strategies.server_step import ServerStep
@@ -29,14 +30,20 @@ class FedNL(AdapterStrategy):
     """
 
     action = "fednl"  # served by fedloom.clients.fednl
-    _step: ServerStep | None = None
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
+        self._step = self.parts["server-step"] = ServerStep(self.config.server)
         self.private: PrivateMean | None = None
         if self.config.privacy.on:
             self.train_metrics = ()  # a client's own loss would tell what its update hides
             self.private = PrivateMean(self.config, self.roster, self.run_token, self.journal)
+
+    def resume(self, held: Checkpoint | None, torn: Iterable[Mapping[int, list[int]]]) -> None:
+        """Go on, after counting what clients gave away in rounds that will be repeated."""
+        super().resume(held, torn)
+        if self.private is not None:
+            self.private.go_on(max(self.after, 0), torn)
 
     def draw(self, server_round: int) -> list[int]:
         """Return whom a round asks; masks need an exchange of keys first."""
@@ -79,8 +86,6 @@ class FedNL(AdapterStrategy):
     def _stepped(self, start: Arrays, made: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
         if self.config.server.rule != "mean":
             return made
-        if self._step is None:
-            self._step = ServerStep(self.config.server)
         return self._step.step(start, made)
 
     def usable(self, come: int) -> int:

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -26,6 +29,36 @@ class Journal:
         self.rows: dict[str, list[Row]] = {"events": [], "metrics": [], "ledger": []}
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
+
+    def sizes(self) -> dict[str, int]:
+        """Flush all files to the disk and return how many bytes they hold."""
+        found = {}
+        for kind, path in self._files():
+            with path.open("a", encoding="utf-8") as file:
+                os.fsync(file.fileno())
+            found[kind] = path.stat().st_size
+        return found
+
+    def behind(self, sizes: Mapping[str, int]) -> dict[str, list[Row]]:
+        """Return the whole rows that were written after ``sizes`` was called."""
+        return {
+            kind: _whole_rows(path.read_bytes()[sizes.get(kind, 0) :]) if path.exists() else []
+            for kind, path in self._files()
+        }
+
+    def cut(self, sizes: Mapping[str, int]) -> None:
+        """Go back to where ``sizes`` was called; what stays is read into memory."""
+        for kind, path in self._files():
+            if not path.exists():
+                continue
+            with path.open("r+b") as file:
+                file.truncate(sizes.get(kind, 0))
+                os.fsync(file.fileno())
+                self.rows[kind] = _whole_rows(file.read())
+
+    def _files(self) -> Iterator[tuple[str, Path]]:
+        if self.folder is not None:
+            yield from ((kind, self.folder / f"{kind}.jsonl") for kind in self.rows)
 
     def event(self, name: str, **values: Any) -> None:
         """Say that something happened, now."""
@@ -61,5 +94,28 @@ class Journal:
         row = {key.replace("_", "-"): value for key, value in row.items()}
         self.rows[kind].append(row)
         if self.folder is not None:
-            with (self.folder / f"{kind}.jsonl").open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
+            _append_line(self.folder / f"{kind}.jsonl", json.dumps(row))
+
+
+def _whole_rows(data: bytes) -> list[Row]:
+    """Read lines of JSON; one that is torn is not there."""
+    rows = []
+    for line in data.split(b"\n")[:-1]:
+        try:
+            rows.append(json.loads(line))
+        except ValueError:  # a power cut can leave a hole before a later line
+            continue
+    return rows
+
+
+def _append_line(path: Path, text: str) -> None:
+    """Append a line, or nothing of it if the disk is full."""
+    with path.open("ab", buffering=0) as file:
+        before = file.tell()
+        try:
+            data = f"{text}\n".encode()
+            if file.write(data) != len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        except OSError:
+            file.truncate(before)
+            raise

@@ -75,6 +75,29 @@ class PrivateMean:
         """Whether the server draws clients by chance that nobody can repeat."""
         return self.given.sampling == "secret"
 
+    def go_on(self, after: int, torn: Iterable[Mapping[int, list[int]]]) -> None:
+        """Count what the rounds up to ``after`` cost, and those that a crash tore.
+
+        Raises
+        ------
+        Refusal
+            If a sum under masks was among the torn: the same sum over other survivors would, by the
+            difference, show single clients' updates.
+        """
+        seed, fraction = self.config.seed, self.config.sampling.fraction
+        for earlier in range(1, after + 1):
+            paid = self.roster.sample(seed, earlier, fraction)
+            self._asked.update(self.roster.partitions if self.secret else paid)
+        for rounds in torn:
+            for server_round, asked in rounds.items():
+                if self._sum is not None and asked:
+                    raise Refusal(
+                        f"round {server_round} was torn after clients had been asked for updates"
+                        " under masks: the same sum over other survivors would show single"
+                        " clients' updates; start a new run"
+                    )
+                self._asked.update(self.roster.partitions if self.secret else asked)
+
     def begin(self, grid: ReplyStream, server_round: int, drawn: list[int]) -> list[int]:
         """Return whom to ask, of those whom the seed has drawn.
 
@@ -84,11 +107,6 @@ class PrivateMean:
             If masks need more clients than answer.
         """
         self._total, self._lost = None, {}
-        if server_round > 1 and not self._asked:  # a run that goes on: what it paid is paid
-            for earlier in range(1, server_round):
-                seed, fraction = self.config.seed, self.config.sampling.fraction
-                paid = self.roster.sample(seed, earlier, fraction)
-                self._asked.update(self.roster.partitions if self.secret else paid)
         if self.secret:
             drawn = self._drawn_in_secret()
             self._by = self.config.sampling.fraction * len(self.roster.nodes)

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from fedloom import rules
 from fedloom.config import ServerConfig
+from fedloom.strategies.checkpoint import State
 from fedloom.wire import Arrays
 
 
@@ -47,3 +48,25 @@ class ServerStep:
             start, averaged, self.velocity, config.momentum, config.learning_rate
         )
         return made
+
+    def state(self) -> State:
+        """Return the memory of earlier rounds."""
+        arrays: dict[str, NDArray[Any]] = {}
+        arrays |= {f"velocity/{n}": a for n, a in (self.velocity or {}).items()}
+        if self.moments is not None:
+            arrays |= {f"first/{n}": a for n, a in self.moments.first.items()}
+            arrays |= {f"second/{n}": a for n, a in self.moments.second.items()}
+        return State(arrays)
+
+    def restore(self, state: State) -> None:
+        """Remember what an earlier process did."""
+        kinds: dict[str, dict[str, NDArray[np.float64]]] = {
+            "velocity": {},
+            "first": {},
+            "second": {},
+        }
+        for name, array in state.arrays.items():
+            kind, _, rest = name.partition("/")
+            kinds[kind][rest] = array
+        self.velocity = kinds["velocity"] or None
+        self.moments = rules.Moments(kinds["first"], kinds["second"]) if kinds["first"] else None

@@ -17,12 +17,14 @@ from flwr.app import Message
 
 from fedloom import border
 from fedloom.config import RunConfig
+from fedloom.errors import Refusal
 from fedloom.rules.admission import check_noisy, check_sums
 from fedloom.rules.candidates import candidates
 from fedloom.rules.fixed_point import rounding_bound
 from fedloom.rules.private import client_sigma, solve_noisy
 from fedloom.rules.shares import COUNT, Noise, gram_of
 from fedloom.rules.solving import FastWeights
+from fedloom.strategies.checkpoint import State
 from fedloom.strategies.journal import Journal
 from fedloom.strategies.roster import ReplyStream, Roster
 from fedloom.strategies.secure_sum import SecureSum
@@ -83,6 +85,37 @@ class Shares:
         if self.noise is not None:
             self._releases.update(partitions)
         return partitions
+
+    def state(self) -> State:
+        """Return the books: noise in the total, releases, and who was lost."""
+        releases = {str(p): n for p, n in self._releases.items()}
+        lost = {str(p): why for p, why in self._lost.items()}
+        return State({}, {"variance": self._variance, "releases": releases, "lost": lost})
+
+    def restore(self, state: State) -> None:
+        """Take up the books of an earlier process."""
+        self._variance = float(state.tree["variance"])
+        self._releases = Counter({int(p): int(n) for p, n in state.tree["releases"].items()})
+        self._lost = {int(p): str(why) for p, why in state.tree["lost"].items()}
+
+    def count_torn(self, rounds: Mapping[int, list[int]]) -> None:
+        """Count what clients gave away in rounds that a crash tore and that will be repeated.
+
+        Raises
+        ------
+        Refusal
+            If a sum under masks was among them: the same sum over other survivors would, by the
+            difference, show single clients' sums.
+        """
+        for server_round, partitions in rounds.items():
+            if self.masked and partitions:
+                raise Refusal(
+                    f"round {server_round} was torn after clients had sent sums under masks: the"
+                    " same sum over other survivors would show single clients' sums; start a new"
+                    " run"
+                )
+            if self.noise is not None:
+                self._releases.update(partitions)
 
     def told(self, partition: int) -> Mapping[str, Any]:
         """Return what one client's message says besides."""

@@ -9,8 +9,7 @@ rows what a node sent in confidence, so whoever keeps them guards them.
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -19,11 +18,13 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
+from fedloom.disk import write_whole
 from fedloom.errors import Refusal
 from fedloom.rules.revisions import Contributions
-from fedloom.wire import Update
+from fedloom.wire import Arrays, Update
 
 _TOTAL, _LEDGER, _COUNT = "total.safetensors", "ledger.json", "count"
+_ALL = "client-*.safetensors"
 
 
 @dataclass(frozen=True)
@@ -62,12 +63,19 @@ class SumsShelf:
         if self.folder is not None:
             (self.folder / name).unlink(missing_ok=True)
 
+    def prune(self, needed: Collection[tuple[int, int]]) -> None:
+        """Forget all sums but those of these (partition, revision)."""
+        kept = {_name(*which) for which in needed}
+        found = [p.name for p in self.folder.glob(_ALL)] if self.folder is not None else self._held
+        for name in [n for n in found if n.startswith("client-") and n not in kept]:
+            self._held.pop(name, None)
+            if self.folder is not None:
+                (self.folder / name).unlink(missing_ok=True)
+
     def keep(self, held: Contributions, choice: Choice) -> None:
         """Keep the total with what rounding took from it, whose it is, and how it was solved."""
         total = held.total
-        parts = {f"sum/{n}": a for n, a in total.sums.items()}
-        parts |= {f"residue/{n}": a for n, a in total.residue.items()}
-        self._write(_TOTAL, _pack(parts, total.weight))
+        self._write(_TOTAL, _pack(summed_arrays(total), total.weight))
         tree = {"solved": asdict(choice), "clients": held.to_tree()}
         self._write(_LEDGER, json.dumps(tree, indent=1, sort_keys=True).encode())
 
@@ -83,12 +91,8 @@ class SumsShelf:
         if ledger is None or data is None:
             raise Refusal(f"no sums in {self.folder}; expected what a run of method faast leaves")
         arrays, count = _unpack(data, _TOTAL)
-        parts: dict[str, dict[str, NDArray[np.float64]]] = {"sum": {}, "residue": {}}
         try:
-            for name, array in arrays.items():
-                kind, _, rest = name.partition("/")
-                parts[kind][rest] = array
-            total = Update(parts["sum"], count, parts["residue"])
+            total = summed_of(arrays, count)
             tree = json.loads(ledger)
             return Contributions.from_tree(total, tree["clients"]), Choice(**tree["solved"])
         except (ValueError, KeyError, TypeError) as error:
@@ -99,15 +103,28 @@ class SumsShelf:
             self._held[name] = data
             return
         self.folder.mkdir(parents=True, exist_ok=True)
-        temporary = self.folder / f".{name}.{os.getpid()}"
-        temporary.write_bytes(data)
-        temporary.replace(self.folder / name)  # whole or not at all
+        write_whole(self.folder / name, data)
 
     def _read(self, name: str) -> bytes | None:
         if self.folder is None:
             return self._held.get(name)
         path = self.folder / name
         return path.read_bytes() if path.exists() else None
+
+
+def summed_arrays(total: Update) -> dict[str, NDArray[np.float64]]:
+    """Return a total's arrays by name, with what rounding took from it."""
+    sums = {f"sum/{n}": a for n, a in total.sums.items()}
+    return sums | {f"residue/{n}": a for n, a in total.residue.items()}
+
+
+def summed_of(arrays: Arrays, weight: float) -> Update:
+    """Read what ``summed_arrays`` made."""
+    parts: dict[str, dict[str, NDArray[np.float64]]] = {"sum": {}, "residue": {}}
+    for name, array in arrays.items():
+        kind, _, rest = name.partition("/")
+        parts[kind][rest] = array
+    return Update(parts["sum"], weight, parts["residue"])
 
 
 def _name(partition: int, revision: int) -> str:

@@ -39,17 +39,32 @@ def test_what_was_kept_comes_back_and_nobody_elses():
 
 def test_a_round_can_be_repeated_and_old_ones_go():
     home = Home(RUN, 0, MANIFEST)
-    for server_round in (1, 2, 3):
+    for server_round in (1, 2, 3, 4):
         home.keep("omega", arrays(server_round), server_round)
     home.keep("personal", arrays(9), 1)
-    assert same(home.find("omega", before=4), arrays(3))
-    assert same(home.find("omega", before=3), arrays(2))
+    assert same(home.find("omega", before=5), arrays(4))
+    assert same(home.find("omega", before=4), arrays(3))  # to repeat round 4
+    assert same(home.find("omega", before=3), arrays(2))  # or 3: two checkpoints are kept
     assert home.find("omega", before=2) is None
-    home.keep("omega", arrays(20), 2)  # the run went back to round 2: round 3 never was
-    assert same(home.find("omega", before=9), arrays(20))
+    home.keep("omega", arrays(30), 3)  # the run went back to round 3: round 4 never was
+    assert same(home.find("omega", before=9), arrays(30))
     assert same(home.find("personal", before=9), arrays(9))
     left = sorted(path.name for path in (root() / RUN / "00000").iterdir())
-    assert left == ["omega-000002.safetensors", "personal-000001.safetensors"]
+    assert left == ["omega-000002.safetensors", "omega-000003.safetensors",
+                    "personal-000001.safetensors"]  # fmt: skip
+
+
+def test_a_round_that_is_trained_again_finds_nothing_of_its_first_attempt():
+    home = Home(RUN, 0, MANIFEST)
+    home.keep("omega", arrays(1), 1)
+    home.keep("omega", arrays(2), 2)
+    (root() / RUN / "00000" / ".omega-000002.safetensors.99").write_bytes(b"half")
+    home.rewind(2)
+    assert same(home.find("omega", before=9), arrays(1))
+    assert [path.name for path in (root() / RUN / "00000").iterdir()] == [
+        "omega-000001.safetensors"
+    ]
+    Home("", 0, MANIFEST).rewind(2)  # a server that names no run keeps nothing
 
 
 @pytest.mark.parametrize("how", ["cut", "bit", "manifest"])

@@ -11,7 +11,7 @@ from fedloom import archives
 from fedloom.data.prompts import encode_question, letter_tokens
 from fedloom.data.questions import load_questions
 from fedloom.errors import Refusal
-from fedloom.models import tiny
+from fedloom.models import gguf, tiny
 from fedloom.models.base import bases_loaded, load_base
 from fedloom.models.embedded import EMBEDDED
 from fedloom.models.sources import Source, locate, parse_source
@@ -152,6 +152,31 @@ def test_broken_files_are_refused(cache, saved, tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"no weights at all")
     with pytest.raises(Refusal, match="cannot be loaded"):
         load_base(f"path:{tmp_path}")
+
+
+def test_a_converted_model_that_was_damaged_is_made_again(cache, monkeypatch, caplog):
+    """Else every client of this machine would train on other weights, all in agreement."""
+
+    def convert(path, target):
+        target.mkdir()
+        (target / "model.safetensors").write_bytes(path.read_bytes() * 9)
+        (target / "config.json").write_text("{}")
+
+    def provide(folder):
+        (folder / "x.gguf").write_bytes(b"GGUF")
+        return folder / "x.gguf"
+
+    monkeypatch.setattr(gguf, "_convert", convert)
+    folder = gguf.converted("ab" * 32, provide)
+    assert gguf.converted("ab" * 32, lambda _: pytest.fail("it is there")) == folder
+    for damage in (b"GGUF" * 8 + b"GGUf", b"GGUF"):  # a bit, and all but the start
+        (folder / "model.safetensors").write_bytes(damage)
+        assert gguf.converted("ab" * 32, provide) == folder
+        assert (folder / "model.safetensors").read_bytes() == b"GGUF" * 9
+        assert "is damaged" in caplog.text
+        caplog.clear()
+    (folder / ".sealed").unlink()  # as versions before this one left it
+    assert gguf.converted("ab" * 32, lambda _: pytest.fail("it is there")) == folder
 
 
 def test_a_file_that_is_no_gguf_is_refused(cache, tmp_path):

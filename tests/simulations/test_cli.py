@@ -32,6 +32,9 @@ def recipe(tmp_path):
 
 REFUSED = {
     "no recipe": (["run", "none.toml"], "recipe none.toml"),
+    "no run": (["run", "--resume", "none"], "none: no run is there"),
+    "two names": (["run", "--resume", "none", "--name", "x"], "--name with --resume"),
+    "nothing": (["run"], "no recipe: expected a TOML file"),
     "unknown key": (["run", "recipe.toml", "--set", "lora.rnak=3"], "did you mean lora.rank?"),
     "wrong type": (["run", "recipe.toml", "--set", "rounds=many"], "rounds = 'many' is str"),
     "out of range": (["run", "recipe.toml", "--set", "rounds=0"], "rounds = 0"),

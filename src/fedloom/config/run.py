@@ -49,6 +49,9 @@ class RunConfig:
     output: str = "runs"
     """Folder that holds run folders; relative to where ``fedloom run`` was started (under
     ``flwr run``, to where its SuperLink was)."""
+    resume: bool = False
+    """Go on with the run in the folder ``output/name`` after its last whole round; ``fedloom run
+    --resume DIR`` sets this (docs/resume.md)."""
     seed: int = 0
     rounds: int = 3
     last_layers: int = 0
@@ -221,9 +224,9 @@ class RunConfig:
 
     def digest(self) -> str:
         """Hash all that decides the result, so that both ends know they mean the same run."""
-        places = {"name", "output", "clients.total-cpus", "clients.total-gpus", "model.device"}
+        places = {"name", "output", "resume", "clients.total-cpus", "clients.total-gpus"}
         # A run that its budget stopped may go on with a larger one.
-        places |= {"clients.warm", "wire.budget-bytes"}
+        places |= {"model.device", "clients.warm", "wire.budget-bytes"}
         kept = {key: value for key, value in self.flat().items() if key not in places}
         return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 

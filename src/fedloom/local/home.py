@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
+from fedloom.disk import sweep, write_whole
 from fedloom.errors import Refusal
 from fedloom.wire import Arrays, arrays_digest
 
@@ -48,7 +49,8 @@ class Home:
     def keep(self, purpose: str, arrays: Arrays, server_round: int) -> None:
         """Write what is left after a round, whole or not at all.
 
-        The round before it is kept too, for a round that must be repeated; others are removed.
+        A run that was stopped may repeat this round or, if its server's last checkpoint is damaged,
+        the one before it; what those two start from is kept too, and all else removed.
         """
         about = {
             "manifest": self._manifest,
@@ -58,12 +60,11 @@ class Home:
         folder = self._folder()
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         path = folder / f"{purpose}-{server_round:06d}.safetensors"
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        temporary.write_bytes(save(dict(arrays), metadata=about))
-        temporary.replace(path)
-        earlier = [held for held, _ in self._held(purpose) if held < server_round]
+        write_whole(path, save(dict(arrays), metadata=about))
+        rounds = [held for held, _ in self._held(purpose) if held <= server_round]
+        needed = {server_round, _newest(rounds, server_round), _newest(rounds, server_round - 1)}
         for held, file in list(self._held(purpose)):
-            if held > server_round or held < max(earlier, default=0):
+            if held not in needed:
                 file.unlink()
 
     def find(self, purpose: str, before: int) -> dict[str, NDArray[Any]] | None:
@@ -76,6 +77,19 @@ class Home:
         """
         files = {held: file for held, file in self._held(purpose) if held < before}
         return self._read(files[max(files)]) if files else None
+
+    def rewind(self, server_round: int) -> None:
+        """Remove what was kept in this round or later: it is to be trained now.
+
+        What a torn attempt left would be taken for this round's if the new attempt failed.
+        """
+        if not self._run:  # a server that keeps no state need not name a run
+            return
+        sweep(self._folder())
+        for file in list(self._folder().glob("*-*.safetensors")):
+            number = file.stem.rpartition("-")[2]
+            if number.isdigit() and int(number) >= server_round:
+                file.unlink()
 
     def _folder(self) -> Path:
         if not re.fullmatch(r"[0-9a-f]{8,64}", self._run):
@@ -106,6 +120,10 @@ class Home:
         if about.get("digest") != arrays_digest(arrays):
             raise Refusal(f"{file} is damaged: its digest differs; remove it to start anew")
         return arrays
+
+
+def _newest(rounds: list[int], before: int) -> int:
+    return max((held for held in rounds if held < before), default=-1)
 
 
 def root() -> Path:

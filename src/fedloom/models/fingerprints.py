@@ -40,6 +40,11 @@ def tokenizer_files(folder: Path) -> list[Path]:
     return [*found, config] if found and config.is_file() else found
 
 
+def folder_hash(files: Sequence[Path]) -> str:
+    """Hash files to the byte, with their names."""
+    return _remembered("folder", files, lambda: _plain_hash(files))
+
+
 def file_hash(path: Path) -> str:
     """Return a file's plain SHA-256."""
     return _remembered("file", [path], lambda: archives.file_sha256(path))
@@ -49,6 +54,11 @@ def _remembered(purpose: str, files: Sequence[Path], compute: Callable[[], str])
     stamps = [[str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns] for f in files]
     key = hashlib.sha256(json.dumps([purpose, stamps]).encode()).hexdigest()
     return _recall(archives.cache_dir() / "hashes" / key, compute)
+
+
+def _plain_hash(files: Sequence[Path]) -> str:
+    named = {file.name: archives.file_sha256(file) for file in files}
+    return hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()
 
 
 def _hash(files: Sequence[Path]) -> str:

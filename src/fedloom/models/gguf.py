@@ -12,8 +12,11 @@ from pathlib import Path
 
 from fedloom import archives
 from fedloom.errors import Refusal
+from fedloom.models import fingerprints
 
 log = logging.getLogger(__name__)
+
+_SEAL = ".sealed"  # SHA-256 over the converted files, beside them
 
 
 def converted(sha256: str, provide: Callable[[Path], Path]) -> Path:
@@ -33,16 +36,20 @@ def converted(sha256: str, provide: Callable[[Path], Path]) -> Path:
         If transformers cannot read the file.
     """
     folder = folder_of(sha256)
-    if folder.is_dir():
+    if _is_whole(folder):
         return folder
     with archives.locked(folder.with_name(folder.name + ".lock")):
-        if folder.is_dir():  # another process was quicker
+        if _is_whole(folder):  # another process was quicker
             return folder
+        if folder.is_dir():
+            log.warning("%s is damaged (its files are not those of its seal): made again", folder)
+            shutil.rmtree(folder)
         with tempfile.TemporaryDirectory(prefix=".part-", dir=folder.parent) as temporary:
             source, target = Path(temporary) / "source", Path(temporary) / "target"
             source.mkdir()
             _convert(provide(source), target)
             shutil.rmtree(source)
+            (target / _SEAL).write_text(fingerprints.folder_hash(_sealed(target)), encoding="utf-8")
             os.replace(target, folder)  # whole or not at all
     return folder
 
@@ -50,6 +57,18 @@ def converted(sha256: str, provide: Callable[[Path], Path]) -> Path:
 def folder_of(sha256: str) -> Path:
     """Return where the converted file is, or would be."""
     return archives.cache_dir() / "models" / f"gguf-{sha256[:16]}-float16"
+
+
+def _sealed(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.is_file() and path.name != _SEAL)
+
+
+def _is_whole(folder: Path) -> bool:
+    """Hold what was converted against the seal it was given; one of an older version has none."""
+    seal = folder / _SEAL
+    if not folder.is_dir() or not seal.is_file():
+        return folder.is_dir()
+    return seal.read_text(encoding="utf-8") == fingerprints.folder_hash(_sealed(folder))
 
 
 def check_magic(path: Path) -> None:

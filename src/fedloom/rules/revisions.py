@@ -162,7 +162,9 @@ class Contributions:
         return {str(partition): asdict(entry) for partition, entry in self._entries.items()}
 
     @classmethod
-    def from_tree(cls, total: Update, tree: Mapping[str, Mapping[str, Any]]) -> Contributions:
+    def from_tree(
+        cls, total: Update | None, tree: Mapping[str, Mapping[str, Any]]
+    ) -> Contributions:
         """Read what ``to_tree`` made, for the total that it belongs to."""
         entries = {
             int(name): Entry(int(e["revision"]), float(e["count"]), str(e["digest"]))
