@@ -7,7 +7,7 @@ Flower 1.42's strategies speak in messages; its ``NumPyClient`` in lists of arra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from flwr.app import Context, Message, RecordDict
@@ -88,6 +88,25 @@ def serve(
 
     if queries:
         _serve_queries(app, client_fn)
+
+
+def serve_questions(app: ClientApp, client_fn: ClientFn, actions: Iterable[str]) -> None:
+    """Register questions of a method's own: ``query.<action>`` is the client's method of that name.
+
+    It is given the arrays and the config that came, and returns those to answer with.
+    """
+
+    def register(action: str) -> None:
+        def work(client: NumPyClient, records: RecordDict, context: Context) -> RecordDict:
+            arrays, config = border.arrays_of(records), border.config_of(records)
+            return border.content(*getattr(client, action)(arrays, config))
+
+        @app.query(action)
+        def question(message: Message, context: Context) -> Message:
+            return _answer(message, context, client_fn, work)
+
+    for action in actions:
+        register(action)
 
 
 def _serve_queries(app: ClientApp, client_fn: ClientFn) -> None:

@@ -30,6 +30,7 @@ from fedloom.simulations import (
     generate_cli,
     node_cli,
     readout_cli,
+    refine_cli,
     state_cli,
 )
 
@@ -44,6 +45,7 @@ app = typer.Typer(
 app.add_typer(data_cli.app, name="data")
 
 app.command()(generate_cli.generate)
+app.command()(refine_cli.refine)
 app.command()(doctor_cli.doctor)
 app.add_typer(state_cli.app, name="state")
 app.add_typer(node_cli.app, name="node")

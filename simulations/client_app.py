@@ -12,10 +12,11 @@ from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 
 from fedloom.clients import warm
-from fedloom.clients.bridge import serve
+from fedloom.clients.bridge import serve, serve_questions
 from fedloom.clients.choosing import own_or
 from fedloom.clients.secure import serve_sums
 from fedloom.errors import Refusal
+from fedloom.secure import channel
 
 
 def _fednl(context: Context) -> NumPyClient:
@@ -30,7 +31,17 @@ def _faast(context: Context) -> NumPyClient:
     return FAASTClient(context)
 
 
-CLIENTS: dict[str, Callable[[Context], NumPyClient]] = {"fednl": _fednl, "faast": _faast}
+def _fedrefine(context: Context) -> NumPyClient:
+    from fedloom.clients.refine import FedRefineClient
+
+    return FedRefineClient(context)
+
+
+CLIENTS: dict[str, Callable[[Context], NumPyClient]] = {
+    "fednl": _fednl,
+    "faast": _faast,
+    "fedrefine": _fedrefine,
+}
 
 
 def _named(context: Context) -> NumPyClient:
@@ -46,3 +57,4 @@ for _action, _client in CLIENTS.items():
     serve(app, own_or(_client), action=_action, queries=False)
 serve(app, own_or(_named))
 serve_sums(app)
+serve_questions(app, _fedrefine, channel.ACTIONS)

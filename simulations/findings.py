@@ -21,6 +21,7 @@ from fedloom.errors import Refusal
 from fedloom.intervals import Interval, worst_decile
 from fedloom.rules import without_controls
 from fedloom.simulations.fast_facts import FastFacts, fast_facts
+from fedloom.simulations.refine_facts import RefinedFacts, refined_facts
 from fedloom.simulations.scores import (
     FOUR,
     MEASURES,
@@ -106,6 +107,8 @@ class ReportData:
     """FAAST's solution, if that was the method."""
     privacy: Row = field(default_factory=dict)
     """What the server saw of FedNL's updates, and at what price; empty without ``privacy``."""
+    refined: RefinedFacts | None = None
+    """FedRefine's pairs, if that was the method."""
 
     @property
     def succeeded(self) -> bool:
@@ -241,6 +244,7 @@ def report_data(folder: Path) -> ReportData:
         notes=tuple(_notes(clients, manifest if _sent_whole(config) else None, traffic)),
         fast=fast_facts(config, events),
         privacy=next((e for e in reversed(events) if e.get("event") == "privacy"), {}),
+        refined=refined_facts(config, events),
     )
 
 

@@ -185,6 +185,10 @@ def plain_lines(event: Event, picture: Picture) -> list[str]:
             return [_resumed_line(event)]
         case "nodes":
             return [_node_line(node, picture) for node in picture.nodes]
+        case "registry":
+            return [f"fusers: {len(event.get('fusers', []))} of these models' pairs"]
+        case "pair":
+            return [f"{where}: {_pair(event)}"]
         case "adapter" if "keys" in event:
             widths = f"{event['keys']} x {event.get('classes')} fast weights"
             return [f"{widths}; {size(int(event.get('bytes', 0)))} of sums from each client"]
@@ -327,6 +331,16 @@ def _choice(event: Event) -> str:
     told = f"alpha {taken.get('alpha')}{prior} of {len(event.get('solutions', ()))} solutions"
     scored = f", {taken['accuracy']:.1%} right" if _has(taken, "accuracy") else ""
     return f"{told} taken on {event.get('rows', 0):.0f} validation rows{scored}"
+
+
+def _pair(event: Event) -> str:
+    names = f"{event.get('receiver-model')} hearing"
+    lost = f", {event['lost']} fell away" if event.get("lost") else ""
+    return (
+        f"{names} {event.get('sender-model')} alone: {event['refined']:.1%} right,"
+        f" {event['alone']:.1%} without, of {event['rows']:.0f} rows"
+        f" ({event.get('gained')} gained, {event.get('spoilt')} spoilt){lost}"
+    )
 
 
 def _when(event: Event) -> float:

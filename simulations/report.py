@@ -88,12 +88,16 @@ def summary(data: ReportData) -> dict[str, Any]:
         tree["privacy"] = {k: v for k, v in data.privacy.items() if k not in ("event", "time")}
     if data.fast is not None:
         tree["fast-weights"] = data.fast.to_tree()
+    if data.refined is not None:
+        tree["refined"] = data.refined.to_tree()
     return dict(_finite(tree))
 
 
 def _frozen(data: ReportData) -> str | None:
     if data.config is None:
         return None
+    if data.refined is not None:
+        return data.config.refine.models
     return data.config.model.source if data.fast is None else data.config.faast.encoder
 
 
@@ -150,6 +154,7 @@ def _page(data: ReportData) -> str:
     engine.filters.update(nats=_nats, percent=_percent, signed=_signed, count=_count)
     engine.filters.update(size=_size, duration=_duration)
     page = "faast.jinja" if data.fast is not None else "report.jinja"
+    page = page if data.refined is None else "refine.jinja"
     drawn = {name: Markup(svg) for name, svg in _figures(data, figures).items()}
     told = engine.get_template(page).render(data=data, figures=drawn, missing=MISSING)
     return told.rstrip() + "\n"

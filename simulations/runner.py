@@ -139,6 +139,11 @@ def _check_frozen(config: RunConfig) -> None:
 
         load_encoder(config.faast.encoder)
         return
+    if config.method == "fedrefine":
+        from fedloom.strategies.registry import Registry
+
+        Registry(Path(config.refine.fusers))
+        return
     from fedloom.models.sources import locate, parse_source
 
     locate(parse_source(config.model.source))
@@ -159,6 +164,8 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
         output=_absolute(config.output),
         model__source=resolved(config.model.source),
         faast__encoder=resolved(config.faast.encoder),
+        refine__models=",".join(map(resolved, config.refine.listed)),
+        refine__fusers=_absolute(config.refine.fusers),
         data__source=resolved(config.data.source),
         niah__filler=resolved(config.niah.filler),
         data__manifest=_absolute(manifest) if manifest else "",
@@ -177,7 +184,8 @@ def take_folder(config: RunConfig, console: Console) -> tuple[RunConfig, Path]:
             say(console, f"{output / config.name} is not empty: this run goes to {folder}")
         config = config.replaced(name=name, output=str(output))
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.toml").write_text(toml_lines(config.flat()), encoding="utf-8")
+        kept = config.replaced(refine__question="")  # a text has no place in a run's folder
+        (folder / "config.toml").write_text(toml_lines(kept.flat()), encoding="utf-8")
     except OSError as error:
         raise Refusal(f"output = {output}: {error.strerror}; expected a folder to write to") from (
             error

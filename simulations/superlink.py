@@ -253,7 +253,7 @@ class LocalSuperLink:
         home, empty = self.folder / "home", self.folder / "empty"
         home.mkdir()
         empty.mkdir()
-        self._environment = _environment(self.folder)
+        self._environment = environment(self.folder)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
@@ -319,7 +319,7 @@ class LocalSuperLink:
         return answer
 
 
-def _environment(folder: Path) -> dict[str, str]:
+def environment(folder: Path) -> dict[str, str]:
     """Return the environment of the SuperLink, of all it starts and of each ``flwr`` command."""
     kept = {name: value for name, value in os.environ.items() if name not in UNWANTED}
     tools = str(Path(tool("flower-superlink")).parent)  # it starts flower-superexec by bare name

@@ -13,7 +13,7 @@ import uuid
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
@@ -34,10 +34,8 @@ from fedloom.strategies.journal import Journal
 from fedloom.strategies.resting import drawn
 from fedloom.strategies.roster import ReplyStream, Roster
 from fedloom.strategies.rounds import run_rounds
-from fedloom.strategies.tallies import macro, prefixed
+from fedloom.strategies.tallies import announce, keep_rows, macro
 from fedloom.wire import Arrays, Manifest, Update
-
-_APART = ("local-", "personal-")
 
 
 class AdapterStrategy(Strategy):
@@ -120,6 +118,11 @@ class AdapterStrategy(Strategy):
     def sent_to(self, partition: int) -> Arrays:
         """Return what a client was sent in this round; override beside ``for_client``."""
         return self._sent
+
+    @classmethod
+    def known_start(cls) -> tuple[dict[str, NDArray[Any]], Manifest, str] | None:
+        """Return what a node would otherwise be asked for, if the server knows it."""
+        return None
 
     @classmethod
     def sizes(cls, manifest: Manifest) -> dict[str, int]:
@@ -259,7 +262,7 @@ class AdapterStrategy(Strategy):
         folded = self.settle(server_round, folded)
         if self._keep is not None:
             self._keep(server_round, folded)
-        self._keep_rows(rows)
+        keep_rows(self.journal, rows)
         if "loss" not in self.train_metrics:
             return border.pack_arrays(folded), None
         weights = [row[border.WEIGHT] for row in rows]
@@ -376,7 +379,7 @@ class AdapterStrategy(Strategy):
 
         rows = list(self.inbox.read(server_round, phase, replies, read))
         self.inbox.report_missing(server_round, phase)
-        self._keep_rows(rows)
+        keep_rows(self.journal, rows)
         return rows
 
     def _row(
@@ -386,29 +389,6 @@ class AdapterStrategy(Strategy):
         head = {"round": server_round, "phase": phase, "partition": partition, "name": name}
         return {**head, **metrics}
 
-    def _keep_rows(self, rows: list[dict[str, Any]]) -> None:
-        """Write metrics in partition order; what another adapter than the global scored goes apart.
-
-        ``local-``: the adapter that is averaged next; ``personal-``: the client's own.
-        """
-        for row in sorted(rows, key=lambda r: cast(int, r["partition"])):
-            head = {key: row[key] for key in ("round", "partition", "name")}
-            self.journal.metric(**{k: v for k, v in row.items() if not k.startswith(_APART)})
-            for prefix in _APART:
-                if scores := prefixed(row, prefix):
-                    self.journal.metric(**head, phase=prefix.removesuffix("-"), **scores)
-
     def _announce_round(self, server_round: int, rows: list[dict[str, Any]]) -> None:
-        told = [e["event"] for e in self.journal.rows["events"] if e.get("round") == server_round]
-        self.journal.event(
-            "round",
-            round=server_round,
-            rounds=self.config.rounds,
-            train_loss=self._train_loss,
-            bytes_down=self.journal.bytes_of(server_round, "down"),
-            bytes_up=self.journal.bytes_of(server_round, "up"),
-            failed=told.count("client-failed"),
-            late=told.count("late-reply"),
-            **self.round_facts,
-            **(macro(rows) if rows else {}),
-        )
+        told = {"rounds": self.config.rounds, "train_loss": self._train_loss, **self.round_facts}
+        announce(self.journal, server_round, rows, told)

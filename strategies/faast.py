@@ -35,6 +35,7 @@ from fedloom.strategies.checkpoint import Checkpoint, State
 from fedloom.strategies.roster import ReplyStream
 from fedloom.strategies.shares import Shares
 from fedloom.strategies.shelf import Choice, SumsShelf, summed_arrays, summed_of
+from fedloom.strategies.tallies import keep_rows
 from fedloom.wire import Arrays, Manifest, Update
 
 WEIGHTS = "weights"
@@ -282,7 +283,7 @@ class FAAST(AdapterStrategy):
                 "no client has scored validation rows; set one value for faast.alphas and"
                 " faast.priors"
             )
-        self._keep_rows(rows)
+        keep_rows(self.journal, rows)
         return self._best(server_round, rows, places)
 
     def _validation_rows(self, partition: int) -> int:

@@ -11,8 +11,10 @@ Controls: the caches of other questions (``shuffled``; ``follows_sender`` counts
 answer is then the other question's), caches of zeros (``zeroed``), an untrained fuser, the
 receiver alone.  ``seated_first`` and ``seated_last`` add a second guest that knows nothing, which
 no training saw, behind or before the one that knows.  Every slice that is tested goes through
-frames: encode, bytes, decode.  Run as ``python benchmarks/fedrefine/secret.py [--quick]``; the
-last line is one JSON object.
+frames: encode, bytes, decode.  With ``--through-flower`` the sender is a node of its own in
+Flower's message API, in one process: it is sent contexts, reads them and replies with frames, and
+every message is serialised.  Run as ``python benchmarks/fedrefine/secret.py [--quick]
+[--through-flower]``; the last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -23,19 +25,24 @@ import json
 import math
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from statistics import mean
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
+from flwr.app import Context, Message
+from flwr.clientapp import ClientApp
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from fedloom import wire
+from fedloom import border, wire
 from fedloom.adapters.fused import FusedContext
 from fedloom.adapters.fuser import CacheFuser, FuserConfig, Guests
 from fedloom.adapters.gates import Draw, temperature
+from fedloom.simulations.inprocess import InProcessGrid
 from fedloom.slices.frames import encode
 from fedloom.slices.geometry import Geometry, geometry_of
 from fedloom.slices.reading import FrameReader
@@ -149,8 +156,58 @@ def zeroed(piece: CacheSlice) -> CacheSlice:
     return replace(piece, keys=keys, values=values)
 
 
+Fetch = Callable[[list[list[int]], str, bool], tuple[list[CacheSlice], int]]
+"""Contexts, scheme, whether to zero the caches -> what arrived, and bytes of frames."""
+
+
+def by_frames(sender: Room) -> Fetch:
+    """Let the sender read and send in this function."""
+
+    def fetch(rows: list[list[int]], scheme: str, zero: bool) -> tuple[list[CacheSlice], int]:
+        pieces = [export_cache(sender.model, sender.geometry, row) for row in rows]
+        came = [through_frames(zeroed(p) if zero else p, scheme) for p in pieces]
+        return [piece for piece, _ in came], sum(count for _, count in came)
+
+    return fetch
+
+
+def by_flower(sender: Room) -> Fetch:
+    """Let the sender be a Flower node that is asked by messages and answers with frames."""
+    app = ClientApp()
+
+    @app.query("export_cache")
+    def export(message: Message, context: Context) -> Message:
+        told = border.config_of(message.content)
+        made = {}
+        for name, row in border.arrays_of(message.content).items():
+            piece = export_cache(sender.model, sender.geometry, row.tolist())
+            piece = zeroed(piece) if told["zero"] else piece
+            session = int(name).to_bytes(16, "big")
+            frames = b"".join(encode(piece, told["scheme"], told["key"], session))
+            made[name] = np.frombuffer(frames, np.uint8)
+        return Message(border.content(made), reply_to=message)
+
+    grid = InProcessGrid(app, 1, {})
+
+    def fetch(rows: list[list[int]], scheme: str, zero: bool) -> tuple[list[CacheSlice], int]:
+        key = secrets.token_bytes(32)
+        arrays = {f"{i}": np.array(row) for i, row in enumerate(rows)}
+        records = border.content(arrays, {"scheme": scheme, "zero": zero, "key": key})
+        (node,) = grid.get_node_ids()
+        (reply,) = grid.send_and_receive([Message(records, node, "query.export_cache")])
+        came, count = [], 0
+        for name, data in border.arrays_of(reply.content).items():
+            reader = FrameReader(sender.geometry, key, int(name).to_bytes(16, "big"))
+            reader.feed(data.tobytes())
+            came.append(reader.finish())
+            count += reader.nbytes
+        return came, count
+
+    return fetch
+
+
 @torch.no_grad()
-def measure(seed: int, steps: int) -> dict[str, float]:
+def measure(seed: int, steps: int, carry: Callable[[Room], Fetch]) -> dict[str, float]:
     """Train one pair from one seed and test it on contexts that it has not seen."""
     began = time.perf_counter()
     sender = build(
@@ -181,36 +238,38 @@ def measure(seed: int, steps: int) -> dict[str, float]:
     random = torch.Generator().manual_seed(1000 + seed)
     secret, rows = contexts(sender, TESTED, random)
     right = receiver.words[secret]
-    pieces = [export_cache(sender.model, sender.geometry, row) for row in rows]
+    fetch = carry(sender)
+    pieces, sent = fetch(rows, "bf16", False)
 
-    def answers(given: list[CacheSlice], scheme: str, by: CacheFuser = fuser) -> Tensor:
-        arrived = batch_of([through_frames(piece, scheme)[0] for piece in given])
+    def answers(scheme: str, by: CacheFuser = fuser, zero: bool = False) -> Tensor:
+        arrived = batch_of(fetch(rows, scheme, zero)[0])
         return said(receiver, by, arrived, None).argmax(-1)
 
     def share(answer: Tensor, wanted: Tensor = right) -> float:
         return (answer == wanted).float().mean().item()
 
     order = torch.randperm(TESTED, generator=random)
-    others = answers([pieces[i] for i in order.tolist()], "bf16")
+    mixed = batch_of(fetch([rows[i] for i in order.tolist()], "bf16", False)[0])
+    others = said(receiver, fuser, mixed, None).argmax(-1)
     untrained = CacheFuser(sender.geometry, receiver.geometry, FuserConfig(width=32), seed=-1)
     question = receiver.words[SECRETS : SECRETS + 3][None]
     idle = sender.words[SECRETS + torch.randint(NOISE, (TESTED, 3), generator=random)].tolist()
     pair = [fuser(batch_of(pieces)), fuser(held(sender, idle))]
     first, last = asked(receiver, pair), asked(receiver, pair[::-1])
     return {
-        "matched": share(answers(pieces, "bf16")),
-        "int8": share(answers(pieces, "int8")),
-        "int4": share(answers(pieces, "int4")),
+        "matched": share(answers("bf16")),
+        "int8": share(answers("int8")),
+        "int4": share(answers("int4")),
         "shuffled": share(others),
         "follows_sender": share(others, right[order]),
-        "zeroed": share(answers([zeroed(piece) for piece in pieces], "bf16")),
-        "untrained": share(answers(pieces, "bf16", untrained.eval())),
+        "zeroed": share(answers("bf16", zero=True)),
+        "untrained": share(answers("bf16", untrained.eval())),
         "alone": share(FusedContext(receiver.model).read(question)[:, -1].argmax(-1)),
         "seated_first": share(first.argmax(-1)),
         "seated_last": share(last.argmax(-1)),
         "order_logit_gap": (first - last).abs().max().item(),
         "open_layers": len(fuser.open_layers()) / len(fuser.layers),
-        "frame_bytes": mean(through_frames(piece, "bf16")[1] for piece in pieces[:20]),
+        "frame_bytes": sent / len(rows),
         "train_seconds": seconds,
     }
 
@@ -219,11 +278,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="one seed in place of three")
     parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--through-flower", action="store_true", help="the sender is a Flower node")
     given = parser.parse_args()
     torch.set_num_threads(1)
     began, busy = time.perf_counter(), time.process_time()
     seeds = [0] if given.quick else [0, 1, 2]
-    results = {seed: measure(seed, given.steps) for seed in seeds}
+    carry = by_flower if given.through_flower else by_frames
+    results = {seed: measure(seed, given.steps, carry) for seed in seeds}
     names = list(results[seeds[0]])
     print(f"chance {CHANCE:.4f}; {TESTED} contexts a seed; torch {torch.__version__}\n")
     print("| seed | " + " | ".join(names) + " |\n" + "| --- " * (len(names) + 1) + "|")
@@ -234,6 +295,7 @@ def main() -> None:
         "matched": round(min(row["matched"] for row in results.values()), 4),  # of the worst seed
         "chance": round(CHANCE, 4),
         "seeds": len(seeds),
+        "through": "flower" if given.through_flower else "frames",
         "seconds": round(time.perf_counter() - began, 1),
         "cpu_seconds": round(time.process_time() - busy, 1),
     }

@@ -187,7 +187,14 @@ def _score(
 ) -> list[RowScore]:
     device = model.get_output_embeddings().weight.device
     prompts = Prompts.of([example.prompt_ids for example in batch], device)
-    logits = answer_logits(model, prompts, trunk).double()
+    return score_logits(answer_logits(model, prompts, trunk), batch, places)
+
+
+def score_logits(
+    logits: torch.Tensor, batch: Sequence[ChoiceExample], places: Sequence[Place | None] = ()
+) -> list[RowScore]:
+    """Score examples by the next-token logits after their prompts, [B, vocabulary]."""
+    logits, device = logits.double(), logits.device
     counts = [len(example.letter_ids) for example in batch]
     # Rows have two to five choices: the missing letters stand as token 0 and weigh nothing.
     padded = [[*e.letter_ids, *[0] * (max(counts) - len(e.letter_ids))] for e in batch]
@@ -211,7 +218,7 @@ def _score(
             gold_ce=gold_ce[i],
             letter_ce=letter_ce[i],
             tokens=len(example.prompt_ids),
-            place=places[i],
+            place=places[i] if places else None,
         )
         for i, example in enumerate(batch)
     ]

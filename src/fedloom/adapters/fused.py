@@ -148,13 +148,15 @@ class FusedContext:
         assert self._used_BN is not None
         tokens = self._used_BN.shape[1]
         place = torch.arange(tokens, device=self.model.device).expand(len(self._used_BN), -1)
+        if self._next_B is not None:  # behind a prefix
+            place = place + self._next_B[:, None] - tokens
         keys, values = {}, {}
         for n, rotary in enumerate(rotaries_of(self.model)):
             if n in geometry.full:
                 held, narrow = self.cache.layers[n], self.cache.layers[n].keys.dtype
                 wide = torch.promote_types(narrow, torch.float32)
-                keys[n] = unrotate(held.keys.to(wide), place, rotary, narrow)
-                values[n] = held.values.to(wide)
+                keys[n] = unrotate(held.keys[:, :, -tokens:].to(wide), place, rotary, narrow)
+                values[n] = held.values[:, :, -tokens:].to(wide)
         return SliceBatch(geometry, keys, values, self._used_BN)
 
     def add(self, residuals: Sequence[Guests]) -> None:

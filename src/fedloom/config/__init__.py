@@ -25,4 +25,5 @@ from fedloom.config.material import ModelConfig as ModelConfig
 from fedloom.config.material import NiahConfig as NiahConfig
 from fedloom.config.privacy import LINEAR as LINEAR
 from fedloom.config.privacy import PrivacyConfig as PrivacyConfig
+from fedloom.config.refine import RefineConfig as RefineConfig
 from fedloom.config.run import RunConfig as RunConfig

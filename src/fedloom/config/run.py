@@ -25,6 +25,7 @@ from fedloom.config.local import LocalConfig
 from fedloom.config.machine import ClientsConfig, SamplingConfig
 from fedloom.config.material import DataConfig, ModelConfig, NiahConfig
 from fedloom.config.privacy import PrivacyConfig
+from fedloom.config.refine import RefineConfig
 from fedloom.errors import Refusal, nearest
 from fedloom.flat import Scalar, flatten, kebab
 from fedloom.references import check_reference
@@ -42,8 +43,9 @@ class RunConfig:
     """
 
     method: str = "fednl"
-    """``fednl`` (LoRA and memory gates, averaged over rounds; docs/fednl.md) or ``faast`` (sums
-    over frozen keys, solved once; docs/faast.md). The other one's parts are not looked at."""
+    """``fednl`` (LoRA and memory gates, averaged over rounds; docs/fednl.md), ``faast`` (sums
+    over frozen keys, solved once; docs/faast.md) or ``fedrefine`` (models that hear each other's
+    caches; docs/fedrefine.md). The others' parts are not looked at."""
     name: str = "fednl"
     """Name of the folder that the run leaves."""
     output: str = "runs"
@@ -73,6 +75,7 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     niah: NiahConfig = field(default_factory=NiahConfig)
     faast: FaastConfig = field(default_factory=FaastConfig)
+    refine: RefineConfig = field(default_factory=RefineConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -87,7 +90,7 @@ class RunConfig:
     privacy: PrivacyConfig = field(default_factory=PrivacyConfig)
 
     def __post_init__(self) -> None:
-        one_of("method", self.method, ("fednl", "faast"))
+        one_of("method", self.method, ("fednl", "faast", "fedrefine"))
         if self.baseline:
             one_of("baseline", self.baseline, tuple(BASELINES))
         one_of("share", self.share, ("all", "memory", "none"))
@@ -104,6 +107,8 @@ class RunConfig:
         self._check_task()
         if self.method == "faast":
             self._check_faast()
+        elif self.method == "fedrefine":
+            self._check_refine()
         else:
             self._check_share()
             self._check_ranks()
@@ -135,7 +140,8 @@ class RunConfig:
         if classes != (self.method == "faast"):
             raise Refusal(
                 f'method = "{self.method}" with data.task = "{self.data.task}": faast learns'
-                ' data.task = "classes", fednl mmlu or niah; change one of the two'
+                ' data.task = "classes", fednl mmlu or niah, fedrefine asks mmlu; change one of the'
+                " two"
             )
         if self.data.task == "niah" and self.data.max_tokens:
             raise Refusal(
@@ -159,6 +165,18 @@ class RunConfig:
                     f'{key} = "{came}" with method = "faast": its sums are added and nothing else;'
                     f" leave {key} out"
                 )
+
+    def _check_refine(self) -> None:
+        if self.data.task != "mmlu" or self.rounds != 1:
+            raise Refusal(
+                f'method = "fedrefine" with data.task = "{self.data.task}" and rounds ='
+                f' {self.rounds}: nothing is trained; set data.task = "mmlu" and rounds = 1'
+            )
+        if self.refine.receiver >= self.clients.count:
+            raise Refusal(
+                f"refine.receiver = {self.refine.receiver}: clients.count = {self.clients.count}"
+                f" has partitions 0 to {self.clients.count - 1}"
+            )
 
     def _check_share(self) -> None:
         memory = self.memory

@@ -4,3 +4,17 @@
 from fedloom.refining.answer import Refinement as Refinement
 from fedloom.refining.answer import Source as Source
 from fedloom.refining.answer import prefixed as prefixed
+from fedloom.refining.mutual import Party as Party
+from fedloom.refining.mutual import mutual as mutual
+from fedloom.refining.receipt import Receipt as Receipt
+from fedloom.refining.receipt import SourceReceipt as SourceReceipt
+from fedloom.refining.refine import Answer as Answer
+from fedloom.refining.refine import Terms as Terms
+from fedloom.refining.refine import measured as measured
+from fedloom.refining.refine import refine as refine
+from fedloom.refining.sources import Ask as Ask
+from fedloom.refining.sources import Request as Request
+from fedloom.refining.sources import Sender as Sender
+from fedloom.refining.sources import SourceLost as SourceLost
+from fedloom.refining.sources import export as export
+from fedloom.refining.sources import local as local

@@ -59,6 +59,15 @@ class Refinement:
         self._last = last
         return found
 
+    def own_slice(self, geometry: Geometry) -> CacheSlice:
+        """Return what all tokens read so far are to this model among its guests, keys before RoPE.
+
+        Layers that slide a window are left out: the receiver's cache has forgotten part of them.
+        """
+        batch = self._context.own(geometry)
+        keys, values = ({n: x[0] for n, x in p.items()} for p in (batch.keys, batch.values))
+        return CacheSlice(geometry, keys, values, tuple(range(batch.real_BT.shape[1])))
+
 
 @torch.no_grad()
 def prefixed(
@@ -98,10 +107,31 @@ def prefixed(
         raise Refusal("prefix and residual fusers in one request: use one kind")
     if modes == {"residual"}:
         return _residual(receiver, geometry, prompt, ordered, ends)
-    made = [_seated(fuser, piece) for fuser, piece in ordered]
-    heard = [guests for guests in made if guests.keys]
-    how, before = _reading(ordered), 0
-    own = None
+    made = [guests_of(fuser, piece) for fuser, piece in ordered]
+    how = reading([fuser.config for fuser, _ in ordered if fuser is not None])
+    return among(receiver, geometry, prompt, made, how, start=start)
+
+
+@torch.no_grad()
+def among(
+    receiver: Base,
+    geometry: Geometry,
+    prompt: Sequence[int],
+    guests: Sequence[Guests],
+    how: FuserConfig | None = None,
+    *,
+    start: int = 0,
+) -> Refinement:
+    """Read a prompt behind guests that are made already, in the order given.
+
+    Parameters
+    ----------
+    how
+        ``tail`` and ``sink`` that their fusers were taught with; see ``reading``.
+    """
+    how = how or FuserConfig()
+    heard = [each for each in guests if each.keys]
+    own, before = None, 0
     if heard and (before := alone(how, len(prompt))):
         own = batch_of([export_cache(receiver.model, geometry, prompt[:before])])
     context = FusedContext(receiver.model, seated(how, heard, own), start=start)
@@ -109,15 +139,23 @@ def prefixed(
     return Refinement(context, logits, [guests.sender for guests in heard])
 
 
-def _seated(fuser: CacheFuser | None, piece: CacheSlice) -> Guests:
+@torch.no_grad()
+def guests_of(fuser: CacheFuser | None, piece: CacheSlice) -> Guests:
+    """Let a fuser project a slice; without one the slice is the receiver's own."""
     batch = batch_of([piece], sink=fuser is None or fuser.config.sink == "sender")
     made: Guests = pass_through(batch) if fuser is None else fuser(batch)
     return made
 
 
-def _reading(sources: Sequence[Source]) -> FuserConfig:
-    """Return how the prompt is to be read: all fusers must have been taught to be read so."""
-    found = [fuser.config for fuser, _ in sources if fuser is not None] or [FuserConfig()]
+def reading(configs: Sequence[FuserConfig]) -> FuserConfig:
+    """Return how a prompt is to be read: all fusers must have been taught to be read so.
+
+    Raises
+    ------
+    Refusal
+        If they were taught with different ``tail`` or ``sink``.
+    """
+    found = [*configs] or [FuserConfig()]
     if len({(config.tail, config.sink) for config in found}) > 1:
         raise Refusal(
             "fusers taught with different tail or sink in one request: use those of one kind"

@@ -1,0 +1,384 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FedRefine's local work: read for others, and answer among what others have read.
+
+Nothing is trained.  The method's own exception to what may leave a node: a question's text goes to
+the senders, who must read it, and their caches, which can be read back into it, come to the
+receiver.  Both are sealed from the server that carries them (``fedloom.secure.channel``) and travel
+in queries of their own; scores and receipts are numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+from flwr.app import ConfigRecord, Context
+from flwr.common import NDArrays
+from numpy.typing import NDArray
+
+from fedloom import __version__, border, ciphers
+from fedloom.adapters.fuser import CacheFuser
+from fedloom.clients.bridge import AdapterClient, partition_of
+from fedloom.config import RunConfig
+from fedloom.data.partition import client_rows
+from fedloom.data.prompts import encode_question, letter_tokens, prompt
+from fedloom.data.questions import Question
+from fedloom.errors import Refusal
+from fedloom.evaluation import ChoiceScores, score_logits
+from fedloom.flat import kebab
+from fedloom.holdings import holdings
+from fedloom.local import fusers
+from fedloom.models.base import Base, load_base
+from fedloom.refining import (
+    Answer,
+    Receipt,
+    Request,
+    Sender,
+    SourceLost,
+    Terms,
+    export,
+    measured,
+    refine,
+)
+from fedloom.secure.channel import Channel, session_of
+from fedloom.slices.geometry import Geometry
+from fedloom.slices.reading import FrameError
+
+log = logging.getLogger(__name__)
+
+Arrays = dict[str, NDArray[Any]]
+_STATE = "fedloom-refine"
+_MOST = 4096  # questions in one message
+
+
+@dataclass(frozen=True)
+class _Peer:
+    """Another node, as the server names it."""
+
+    partition: int
+    name: str
+    geometry: Geometry
+    public: bytes
+
+
+class FedRefineClient(AdapterClient):
+    """One owner of questions and of a model; receiver and sender alike."""
+
+    def __init__(self, context: Context) -> None:
+        super().__init__()
+        self.context, self.config = context, RunConfig.from_flower(context.run_config)
+        self.partition_id = partition_of(context)
+        told = context.node_config.get("model")
+        self.source = str(told or self.config.refine.model_of(self.partition_id))
+        self._fusers: dict[int, CacheFuser | None] = {}  # of this one message
+
+    @property
+    def base(self) -> Base:
+        """Return the model of this node, loaded on first use."""
+        torch.set_num_threads(self.config.clients.threads)
+        return load_base(self.source, self.config.model.dtype, self._device())
+
+    def _device(self) -> str:
+        if self.config.model.device != "auto":
+            return self.config.model.device
+        return "cuda:0" if torch.cuda.is_available() else "cpu"
+
+    def get_properties(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Say what this node holds; its model is told when the run asks for it."""
+        if self.config.refine.question:  # nobody's rows are asked for
+            return {**self._place(), "name": self.source, "test": 0, "data": ""}
+        _, partition = holdings(self.config)
+        if not 0 <= self.partition_id < len(partition.clients):
+            raise Refusal(
+                f"partition-id {self.partition_id}: the data divide into"
+                f" {len(partition.clients)} clients, 0 to {len(partition.clients) - 1}"
+            )
+        client = partition.clients[self.partition_id]
+        rows = min(len(client.test), self.config.refine.questions)
+        told = {"name": client.name, "test": rows, "data": partition.digest()}
+        return {**self._place(), **told}
+
+    def _place(self) -> dict[str, Any]:
+        return {
+            "partition": self.partition_id,
+            "train": 0,
+            "partition-json": "",
+            "version": __version__,
+            "recipe": self.config.digest(),
+            "device": self.config.model.device,
+            "visible-gpus": os.environ.get("CUDA_VISIBLE_DEVICES", ""),
+            "pid": os.getpid(),
+        }
+
+    def get_parameters(self, config: dict[str, Any]) -> NDArrays:
+        """Return nothing: no array is averaged."""
+        self.array_names = []
+        return []
+
+    def fit(self, parameters: NDArrays, config: dict[str, Any]) -> tuple[NDArrays, int, Any]:
+        """Refuse: nothing is trained."""
+        raise Refusal("fedrefine trains nothing in a federation: fedloom fuser train makes fusers")
+
+    def refine_hello(
+        self, arrays: Arrays, config: Mapping[str, Any]
+    ) -> tuple[Arrays, dict[str, Any]]:
+        """Say which model this is, and the key that others seal for it."""
+        public = ciphers.public_key(self._private())
+        told = {"geometry": measured(self.base).to_json(), "public": public.hex()}
+        return {}, {**told, "model": self.source, "held": ",".join(fusers.held())}
+
+    def keep_fusers(
+        self, arrays: Arrays, config: Mapping[str, Any]
+    ) -> tuple[Arrays, dict[str, Any]]:
+        """Put fusers on this node's shelf, where later runs find them."""
+        for digest, data in arrays.items():
+            fusers.keep(digest, data.tobytes())
+        return {}, {}
+
+    def ask_caches(
+        self, arrays: Arrays, config: Mapping[str, Any]
+    ) -> tuple[Arrays, dict[str, Any]]:
+        """Seal this node's questions, one letter a sender whose fuser is here and open."""
+        exchange, given = str(config["exchange"]), self.config.refine
+        if self._state().get(f"nonce-{exchange}"):
+            raise Refusal(f"exchange {exchange[:16]} was begun before: each is begun once")
+        nonce = os.urandom(32)
+        self._store(f"nonce-{exchange}", nonce)
+        texts, letters, skipped = self._texts(), {}, {}
+        for peer in self._peers(config):
+            sender = self._sender(peer, config)
+            fuser, own = sender.fuser, peer.geometry == measured(self.base)
+            if fuser is None and not own:
+                skipped[peer.partition] = "no-fuser"
+                continue
+            if fuser is not None and not fuser.open_layers():
+                skipped[peer.partition] = "shut"
+                continue
+            body = {
+                "texts": texts,
+                "layers": list(fuser.sender_layers) if fuser else list(range(peer.geometry.layers)),
+                "scheme": given.dtype,
+                "share": given.keep,
+                "ends": fuser is not None and fuser.config.mode == "residual",
+                "sessions": [session_of(nonce, peer.partition, q).hex() for q in range(len(texts))],
+            }
+            channel = self._channel(peer.public, exchange, self.partition_id, peer.partition)
+            sealed = channel.seal("question", json.dumps(body).encode(), 0)
+            letters[f"{peer.partition}"] = np.frombuffer(sealed, np.uint8)
+        return letters, {"skipped": json.dumps(skipped)}
+
+    def export_cache(
+        self, arrays: Arrays, config: Mapping[str, Any]
+    ) -> tuple[Arrays, dict[str, Any]]:
+        """Read another node's questions and seal a slice of the cache of each."""
+        exchange, asker = str(config["exchange"]), int(config["asker"])
+        public = bytes.fromhex(str(config["public"]))
+        channel = self._channel(public, exchange, asker, self.partition_id)
+        body = json.loads(channel.open("question", arrays["letter"].tobytes(), 0))
+        texts, sessions = body["texts"], body["sessions"]
+        if len(texts) > _MOST or len(sessions) != len(texts):
+            raise Refusal(f"{len(texts)} questions and {len(sessions)} sessions: at most {_MOST}")
+        base, found = self.base, {}
+        for number, (text, session) in enumerate(zip(texts, sessions, strict=True)):
+            request = Request(
+                text=str(text),
+                layers=tuple(map(int, body["layers"])),
+                scheme=str(body["scheme"]),
+                share=float(body["share"]),
+                ends=bool(body["ends"]),
+                max_tokens=self.config.refine.max_tokens,
+                key=channel.frame_key,
+                session=bytes.fromhex(session),
+            )
+            frames = b"".join(export(base, measured(base), request))
+            sealed = channel.seal("cache", frames, number)
+            found[f"{number:04d}"] = np.frombuffer(sealed, np.uint8)
+        return found, {}
+
+    def evaluate(
+        self, parameters: NDArrays, config: dict[str, Any]
+    ) -> tuple[float, int, dict[str, Any]]:
+        """Score this node's questions among all caches that came, among each alone, and alone."""
+        started = time.perf_counter()
+        came = dict(zip(self.array_names, parameters, strict=True))
+        peers, nonce = self._peers(config), self._take_nonce(str(config["exchange"]))
+        told: dict[str, list[tuple[Question, Answer]]] = {}
+        for number, question in enumerate(self._questions()):
+            text = prompt(question, letter_tokens(self.base.tokenizer).cue)
+            senders = [self._sender(peer, config, came, nonce, number) for peer in peers]
+            groups = {"": senders, "alone": []}
+            groups |= {f"pair-{p.partition}": [s] for p, s in zip(peers, senders, strict=True)}
+            for name, group in groups.items():
+                answer = refine(self.base, text, group, terms=self._terms(), max_new_tokens=0)
+                told.setdefault(name, []).append((question, answer))
+        metrics = self._metrics(told)
+        metrics["seconds"] = time.perf_counter() - started
+        examples = int(metrics.pop(border.WEIGHT))
+        return metrics["gold-ce-sum"] / max(examples, 1), examples, metrics
+
+    def refine_answer(
+        self, arrays: Arrays, config: Mapping[str, Any]
+    ) -> tuple[Arrays, dict[str, Any]]:
+        """Answer the run's one question; the text is sealed for who asked, if they gave a key."""
+        given = self.config.refine
+        peers, nonce = self._peers(config), self._take_nonce(str(config["exchange"]))
+        senders = [self._sender(peer, config, dict(arrays), nonce, 0) for peer in peers]
+        answer = refine(
+            self.base,
+            given.question,
+            senders,
+            terms=self._terms(),
+            max_new_tokens=given.new_tokens,
+        )
+        alone = refine(self.base, given.question, [], max_new_tokens=given.new_tokens)
+        text = json.dumps({"answer": answer.text, "standalone": alone.text}).encode()
+        told = {"receipt": json.dumps(answer.receipt.to_dict()), "public": ""}
+        if given.reply_key:
+            private = os.urandom(ciphers.KEY_BYTES)
+            key = ciphers.agree(private, bytes.fromhex(given.reply_key), b"fedloom refine answer")
+            told["public"] = ciphers.public_key(private).hex()
+            text = ciphers.seal(key, text, b"answer")
+        return {"answer": np.frombuffer(text, np.uint8)}, told
+
+    def _terms(self) -> Terms:
+        given = self.config.refine
+        return Terms(
+            deadline=given.deadline_seconds,
+            max_tokens=given.max_tokens,
+            max_norm=given.max_norm,
+            max_kl=given.max_kl,
+        )
+
+    def _questions(self) -> list[Question]:
+        examples, partition = holdings(self.config)
+        rows = cast("Sequence[Question]", examples)  # the recipe's task is mmlu
+        _, test = client_rows(partition, rows, self.partition_id)
+        return list(test)[: self.config.refine.questions]
+
+    def _texts(self) -> list[str]:
+        given = self.config.refine
+        if given.question:
+            return [given.question] if given.receiver == self.partition_id else []
+        cue = letter_tokens(self.base.tokenizer).cue
+        return [prompt(question, cue) for question in self._questions()]
+
+    def _sender(
+        self,
+        peer: _Peer,
+        config: Mapping[str, Any],
+        came: Arrays | None = None,
+        nonce: bytes = b"",
+        number: int = 0,
+    ) -> Sender:
+        """Make a source of what a message brought of a peer; without one, of its fuser alone."""
+        fuser = self._fuser(peer, config)
+        exchange, lost = str(config["exchange"]), json.loads(str(config.get("lost", "{}")))
+        channel = self._channel(peer.public, exchange, self.partition_id, peer.partition)
+
+        def ask(request: Request) -> Iterator[bytes]:
+            sealed = (came or {}).get(f"{peer.partition}-{number:04d}")
+            if sealed is None:
+                cause = str(lost.get(str(peer.partition), "failed"))
+                reasons = {"deadline": "no answer in time", "failed": "its node failed"}
+                raise SourceLost(cause, reasons.get(cause, "nothing came of it"))
+            try:
+                yield channel.open("cache", sealed.tobytes(), number)
+            except Refusal as error:
+                raise FrameError(str(error)) from error
+
+        tag = (channel.frame_key, session_of(nonce, peer.partition, number)) if nonce else None
+        return Sender(peer.geometry, ask, fuser, f"{peer.partition} {peer.name}", tag)
+
+    def _fuser(self, peer: _Peer, config: Mapping[str, Any]) -> CacheFuser | None:
+        if peer.partition not in self._fusers:
+            digests, found = _listed(config, "fusers"), None
+            try:
+                found = fusers.find(digests, peer.geometry, measured(self.base))
+            except Refusal as error:  # a damaged file: this pair has no fuser
+                log.warning("%s", error)
+            self._fusers[peer.partition] = found
+        return self._fusers[peer.partition]
+
+    def _metrics(self, told: Mapping[str, Sequence[tuple[Question, Answer]]]) -> dict[str, Any]:
+        """Add up scores; ``gained`` and ``spoilt`` count rows that changed against ``alone``."""
+        tokenizer, scored = self.base.tokenizer, {}
+        for name, pairs in told.items():
+            encoded = [encode_question(question, tokenizer) for question, _ in pairs]
+            scored[name] = score_logits(torch.stack([a.logits for _, a in pairs]), encoded)
+        metrics: dict[str, Any] = {}
+        for name, rows in scored.items():
+            sums = {kebab(k): v for k, v in vars(ChoiceScores.of(rows)).items() if k != "seconds"}
+            sums[border.WEIGHT] = sums.pop("examples")
+            if name != "alone":
+                changed = list(zip(rows, scored["alone"], strict=True))
+                sums["gained"] = sum(mine.correct > other.correct for mine, other in changed)
+                sums["spoilt"] = sum(mine.correct < other.correct for mine, other in changed)
+                sums |= _receipt_sums([answer.receipt for _, answer in told[name]])
+            metrics |= {f"{name}-{k}" if name else k: v for k, v in sums.items()}
+        return metrics
+
+    def _peers(self, config: Mapping[str, Any]) -> list[_Peer]:
+        """Read who else is there; one who tells nonsense is left out, and no harm to the others."""
+        found = []
+        for told in json.loads(str(config["senders"])):
+            try:
+                geometry = Geometry.from_json(str(told["geometry"]))
+                public = bytes.fromhex(str(told["public"]))
+                ciphers.agree(self._private(), public, b"fedloom refine, is it a key")
+                found.append(_Peer(int(told["partition"]), str(told["name"]), geometry, public))
+            except (ValueError, KeyError, TypeError) as error:  # a Refusal is a ValueError
+                log.warning("a peer that cannot be asked: %s", error)
+        return found
+
+    def _channel(self, public: bytes, exchange: str, asker: int, asked: int) -> Channel:
+        return Channel(self._private(), public, exchange, asker, asked)
+
+    def _state(self) -> dict[str, Any]:
+        return dict(self.context.state.config_records.get(_STATE, {}))
+
+    def _store(self, name: str, value: bytes) -> None:
+        self.context.state[_STATE] = ConfigRecord({**self._state(), name: value})
+
+    def _private(self) -> bytes:
+        """Return this node's key of this run, drawn on first use; it is in no message."""
+        if (held := self._state().get("private")) is None:
+            held = os.urandom(ciphers.KEY_BYTES)
+            self._store("private", held)
+        return bytes(held)
+
+    def _take_nonce(self, exchange: str) -> bytes:
+        """Close an exchange: what comes again of it is refused."""
+        nonce = self._state().get(f"nonce-{exchange}")
+        if not nonce:
+            raise Refusal(
+                f"exchange {exchange[:16]} is not open here: it was answered, or this node was"
+                " started anew; ask again"
+            )
+        self._store(f"nonce-{exchange}", b"")
+        return bytes(nonce)
+
+
+def _listed(config: Mapping[str, Any], name: str) -> list[str]:
+    return [part for part in str(config.get(name, "")).split(",") if part]
+
+
+def _receipt_sums(receipts: Sequence[Receipt]) -> dict[str, int | float]:
+    sources = [source for receipt in receipts for source in receipt.sources]
+    lost = [source.cause for source in sources if source.status == "fallback"]
+    return {
+        "used": sum(source.status == "used" for source in sources),
+        "lost": len(lost),
+        "lost-deadline": lost.count("deadline"),
+        "lost-integrity": lost.count("integrity"),
+        "fallbacks": sum(bool(receipt.fallback) for receipt in receipts),
+        "cache-bytes": sum(receipt.bytes for receipt in receipts),
+        "cache-tokens": sum(source.tokens for source in sources),
+        "seconds-prefill": sum(receipt.seconds["prefill"] for receipt in receipts),
+    }

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FedRefine: which models meet, by which fusers, and on what terms they hear each other."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from fedloom.config.checks import at_least, one_of
+from fedloom.errors import Refusal
+
+MODELS = "embedded:smollm2-135m,embedded:gemma3-270m,embedded:qwen2.5-coder-0.5b"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RefineConfig:
+    """Nodes with models of their own that answer with the help of each other's caches."""
+
+    models: str = MODELS
+    """By partition, comma-separated, from the start again if there are more nodes than models; a
+    node's own ``--node-config "model='path:DIR'"`` goes before it."""
+    fusers: str = "fusers"
+    """Folder on the server that holds fusers as ``fedloom fuser train`` writes them. Nodes fetch
+    those of their own model once and keep them by hash."""
+    dtype: str = "bf16"
+    """How a cache travels: bf16, int8 or int4."""
+    keep: float = 1.0
+    """Share of a sender's tokens that travels, the last ones."""
+    max_tokens: int = 1024
+    """A longer text is not read, and a longer slice not taken in."""
+    deadline_seconds: float = 120.0
+    """How long the senders of an exchange are waited for; who is late is a fallback."""
+    max_norm: float = 0.0
+    """A sender whose cache is larger than so many of its fuser's standard deviations is left out;
+    0 lets all in."""
+    max_kl: float = 0.0
+    """Senders are left out until the next token's distribution is so near to the receiver's own, in
+    nats; 0 does not look."""
+    questions: int = 8
+    """Held-out questions that each node asks, at most."""
+    question: str = ""
+    """One question in place of the held-out ones. Every node of the run can read it; ``fedloom
+    refine --on`` sets it."""
+    receiver: int = 0
+    """With ``question``: the partition that answers."""
+    new_tokens: int = 64
+    """With ``question``: length of the answer, at most."""
+    reply_key: str = ""
+    """With ``question``: X25519 key, in hexadecimal, that the answer is sealed for."""
+
+    def __post_init__(self) -> None:
+        one_of("refine.dtype", self.dtype, ("bf16", "int8", "int4"))
+        for name in ("max_tokens", "questions", "new_tokens"):
+            at_least(f"refine.{name.replace('_', '-')}", getattr(self, name), 1)
+        for name in ("max_norm", "max_kl", "receiver"):
+            at_least(f"refine.{name.replace('_', '-')}", getattr(self, name), 0)
+        if not 0 < self.keep <= 1:
+            raise Refusal(f"refine.keep = {self.keep}: expected above 0 and at most 1")
+        if not self.deadline_seconds > 0:
+            raise Refusal(
+                f"refine.deadline-seconds = {self.deadline_seconds}: expected above 0 seconds"
+            )
+        if not all(self.listed):
+            raise Refusal(
+                f'refine.models = "{self.models}": expected model sources with commas between, such'
+                f' as "{MODELS}"'
+            )
+        if self.reply_key and not re.fullmatch("[0-9a-f]{64}", self.reply_key):
+            raise Refusal(
+                "refine.reply-key: expected 64 hexadecimal digits; fedloom refine makes it"
+            )
+
+    @property
+    def listed(self) -> tuple[str, ...]:
+        """Model sources in order."""
+        return tuple(part.strip() for part in self.models.split(","))
+
+    def model_of(self, partition: int) -> str:
+        """Return the model source of a partition."""
+        return self.listed[partition % len(self.listed)]

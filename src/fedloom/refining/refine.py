@@ -1,0 +1,343 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``refine``: one answer with the help of whoever answers in time (FedRefine, arXiv 2603.28772).
+
+Senders are asked at once, looked at one by one, and left out for what is wrong with them; the
+answer is given with those who remain: fewer of them, a sender's words (a hook), or the receiver
+alone.  A receipt says which it was.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Collection, Iterator, MutableSet, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from fedloom.adapters.fuser import Guests
+from fedloom.errors import Refusal
+from fedloom.models.base import Base
+from fedloom.models.offsets import token_ends
+from fedloom.refining.answer import Refinement, among, guests_of, prefixed, reading
+from fedloom.refining.guards import calmed, divergence, norm_of, voted_out
+from fedloom.refining.receipt import (
+    LOST,
+    SHUT,
+    STANDALONE,
+    T2T,
+    USED,
+    Receipt,
+    SourceReceipt,
+    kind_of_fallback,
+)
+from fedloom.refining.sources import Arrival, Request, Sender, gather
+from fedloom.slices.geometry import Geometry, geometry_of
+from fedloom.slices.quantise import check_scheme
+from fedloom.slices.slice import CHOICES, CacheSlice
+
+Words = Callable[[float], Sequence[int] | None]
+"""Text in place of caches: given the seconds left, a prompt that holds senders' words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """On what terms senders are asked and heard."""
+
+    scheme: str = "bf16"
+    """How a cache travels: ``bf16``, ``int8`` or ``int4``."""
+    share: float = 1.0
+    """Of a sender's tokens, the share that it hands out."""
+    by: str = "last"
+    """Which: ``last`` or ``value-norm``."""
+    deadline: float = 60.0
+    """Seconds that the answer waits for senders."""
+    max_tokens: int = 4096
+    max_bytes: int = 1 << 28
+    """Of one sender's slice on the wire."""
+    max_norm: float = 0.0
+    """A sender whose cache is larger (``guards.norm_of``) is left out; 0 lets all in."""
+    max_kl: float = 0.0
+    """Senders are left out until the next token's distribution is so near to the receiver's own, in
+    nats; 0 does not look."""
+    vote: bool = False
+    """Leave out a sender who decides the next token against all others."""
+
+    def __post_init__(self) -> None:
+        check_scheme(self.scheme)
+        if self.by not in CHOICES:
+            raise Refusal(f'tokens by "{self.by}": expected one of {", ".join(CHOICES)}')
+        if not 0 < self.share <= 1 or not self.deadline > 0 or self.max_tokens < 1:
+            raise Refusal(
+                f"share of tokens {self.share:g}, deadline {self.deadline:g} s, at most"
+                f" {self.max_tokens} tokens: expected a share above 0 and at most 1, and both"
+                " others above 0"
+            )
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came of it.
+
+    Attributes
+    ----------
+    ids : list of int
+        New tokens, the one that stopped it included.
+    text : str
+        The same in words.
+    logits : Tensor
+        After the prompt, [V].
+    receipt : Receipt
+    """
+
+    ids: list[int]
+    text: str
+    logits: Tensor
+    receipt: Receipt
+
+
+@dataclass
+class _Seat:
+    """A sender on its way into the answer."""
+
+    sender: Sender
+    receipt: SourceReceipt
+    piece: CacheSlice | None = None
+    guests: Guests | None = None
+
+    @property
+    def mode(self) -> str:
+        return self.sender.fuser.config.mode if self.sender.fuser else "prefix"
+
+    def lose(self, cause: str, reason: str) -> None:
+        self.receipt = replace(self.receipt, status=LOST, cause=cause, reason=reason)
+        self.piece = self.guests = None
+
+    @property
+    def heard(self) -> bool:
+        return self.receipt.status == USED
+
+
+@functools.lru_cache(maxsize=16)
+def measured(base: Base) -> Geometry:
+    """Return a model's geometry, measured once."""
+    return geometry_of(base.model, base.base_hash, base.tokenizer_hash)
+
+
+class _Desk:
+    """One request: its senders, and the clock of each stage."""
+
+    def __init__(
+        self, receiver: Base, ids: Sequence[int], ends: Sequence[int], senders: Sequence[Sender]
+    ) -> None:
+        self.receiver, self.geometry = receiver, measured(receiver)
+        self.ids, self.ends = ids, ends
+        ordered = sorted(senders, key=lambda s: (s.geometry.model, s.name))
+        self.seats = [self._admit(sender) for sender in ordered]
+        self.mode = self._one_mode()
+        fusers = [seat.sender.fuser for seat in self.seats if seat.heard]
+        self.how = reading([fuser.config for fuser in fusers if fuser is not None])
+        self.seconds: dict[str, float] = {}
+        self.guards: dict[str, float] = {}
+
+    def _admit(self, sender: Sender) -> _Seat:
+        fuser, told = sender.fuser, SourceReceipt(model=sender.geometry.model, name=sender.name)
+        seat = _Seat(sender, told)
+        if fuser is None:
+            if sender.geometry != self.geometry:
+                seat.lose("no-fuser", "no fuser for this pair: train one, or give its file")
+            return seat
+        if (fuser.sender, fuser.receiver) != (sender.geometry, self.geometry):
+            seat.lose("no-fuser", "its fuser belongs to another pair")
+            return seat
+        opened = len(fuser.open_layers())
+        status = USED if opened else SHUT  # nobody hears it, so nobody asks it
+        seat.receipt = replace(told, status=status, gates_open=opened, gates=len(fuser.layers))
+        return seat
+
+    def _one_mode(self) -> str:
+        modes = {seat.mode for seat in self.seats if seat.heard}
+        if len(modes) > 1:
+            raise Refusal("prefix and residual fusers in one request: use one kind")
+        return modes.pop() if modes else "prefix"
+
+    @property
+    def heard(self) -> list[_Seat]:
+        return [seat for seat in self.seats if seat.heard]
+
+    @contextmanager
+    def clock(self, stage: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - began
+
+    def collect(self, shown: str, terms: Terms, used: MutableSet[bytes] | None) -> None:
+        """Ask all and keep what came whole."""
+        asked = self.heard
+        requests = [self._request(seat, shown, terms) for seat in asked]
+        senders = [seat.sender for seat in asked]
+        with self.clock("wait"):
+            arrivals = gather(
+                senders,
+                requests,
+                deadline=terms.deadline,
+                max_bytes=terms.max_bytes,
+                used=used,
+            )
+        with self.clock("fuse"):
+            for seat, arrival in zip(asked, arrivals, strict=True):
+                self._take(seat, arrival, terms)
+
+    def _request(self, seat: _Seat, shown: str, terms: Terms) -> Request:
+        fuser = seat.sender.fuser
+        layers = fuser.sender_layers if fuser else tuple(range(self.geometry.layers))
+        tag = seat.sender.tag
+        return Request(
+            **({"key": tag[0], "session": tag[1]} if tag else {}),
+            text=shown,
+            layers=layers,
+            scheme=terms.scheme,
+            share=terms.share,
+            by=terms.by,
+            ends=seat.mode == "residual",
+            max_tokens=terms.max_tokens,
+        )
+
+    def _take(self, seat: _Seat, came: Arrival, terms: Terms) -> None:
+        seat.receipt = replace(
+            seat.receipt, bytes=came.bytes, seconds=came.seconds, digest=came.digest
+        )
+        if came.piece is None:
+            seat.lose(came.cause, came.reason)
+            return
+        seat.piece = came.piece
+        norm = norm_of(seat.sender.fuser, came.piece)
+        seat.receipt = replace(seat.receipt, tokens=came.piece.tokens, norm=norm)
+        if terms.max_norm and norm is not None and not norm <= terms.max_norm:
+            seat.lose("guard", f"its cache is {norm:.3g} in size, at most {terms.max_norm:g}")
+        elif self.mode == "prefix":
+            seat.guests = guests_of(seat.sender.fuser, came.piece)
+            parts = (seat.guests.keys, seat.guests.values)
+            if not all(x.isfinite().all() for part in parts for x in part.values()):
+                seat.lose("not-finite", "its fuser makes values that are not finite of it")
+
+    def read(self, seats: Sequence[_Seat]) -> Refinement:
+        """Read the prompt among some."""
+        if self.mode == "prefix":
+            guests = [s.guests for s in seats if s.guests]
+            return among(self.receiver, self.geometry, self.ids, guests, self.how)
+        sources = [(s.sender.fuser, s.piece) for s in seats if s.piece]
+        return prefixed(self.receiver, self.geometry, self.ids, sources, ends=self.ends)
+
+    def last(self, seats: Sequence[_Seat]) -> Tensor:
+        """Return the next-token logits among some, [V]."""
+        return self.read(seats).logits[-1]
+
+    def watch(self, made: Refinement, terms: Terms) -> Refinement:
+        """Let the guards look at an answer; read again without those whom they leave out."""
+        made = self._finite(made)
+        if terms.vote and (out := voted_out(self.heard, self.last)) is not None:
+            out.lose("guard", "it alone decides the next token against all others")
+            self.guards["voted-out"] = 1.0
+            made = self.read(self.heard)
+        if terms.max_kl and self.heard:
+            before, alone = self.heard, self.last([])
+            self.guards["kl-before"] = divergence(made.logits[-1], alone)
+            kept, self.guards["kl"] = calmed(before, alone, self.last, terms.max_kl)
+            for seat in before:
+                if not any(seat is other for other in kept):
+                    seat.lose("guard", f"with it the answer is more than {terms.max_kl:g} nats off")
+            made = self.read(self.heard) if len(kept) < len(before) else made
+        return made
+
+    def _finite(self, made: Refinement) -> Refinement:
+        if made.logits[-1].isfinite().all() or not self.heard:
+            return made
+        for seat in self.heard:
+            if not self.last([seat]).isfinite().all():
+                seat.lose("not-finite", "the receiver's logits are not finite with it")
+        made = self.read(self.heard)
+        if not made.logits[-1].isfinite().all():
+            for seat in self.heard:
+                seat.lose("not-finite", "the receiver's logits are not finite with all of them")
+            made = self.read([])
+        return made
+
+
+@torch.no_grad()
+def refine(
+    receiver: Base,
+    prompt: str,
+    senders: Sequence[Sender],
+    *,
+    shown: str | None = None,
+    terms: Terms | None = None,
+    max_new_tokens: int = 64,
+    stop: Collection[int] | None = None,
+    words: Words | None = None,
+    used: MutableSet[bytes] | None = None,
+) -> Answer:
+    """Answer a prompt with what senders make of it.
+
+    Whoever is too late, broken, wrong or beyond a guard is left out; the receipt says who and why.
+    With nobody left, or nobody asked, the answer is the receiver's own, token for token.
+
+    Parameters
+    ----------
+    prompt
+        The receiver's own, as it is read: no template is put around it.
+    shown
+        What senders read in its place, such as the same in other words; they see it in clear.
+    stop
+        Tokens that end the answer; by default the tokenizer's end of text.
+    words
+        Tried when every sender has fallen away.
+    used
+        Sessions that were had before: a frame of one of them is not believed.
+
+    Raises
+    ------
+    Refusal
+        If the prompt is empty or the fusers are of different modes or were taught differently;
+        never for a sender's fault.
+    """
+    began, terms = time.perf_counter(), terms or Terms()
+    tokenizer = receiver.tokenizer
+    residual = any(s.fuser and s.fuser.config.mode == "residual" for s in senders)
+    ids, ends = token_ends(tokenizer, prompt) if residual else (tokenizer.encode(prompt), [])
+    if not ids:
+        raise Refusal("an empty prompt has no next token: give the receiver at least one")
+    desk = _Desk(receiver, ids, ends, senders)
+    desk.collect(prompt if shown is None else shown, terms, used)
+    with desk.clock("prefill"):
+        made = desk.read(desk.heard)
+    with desk.clock("guard"):
+        made = desk.watch(made, terms)
+    mode = desk.mode if desk.heard else STANDALONE
+    if (
+        mode == STANDALONE
+        and words is not None
+        and any(s.receipt.status == LOST for s in desk.seats)
+    ):
+        with desk.clock("words"):
+            said = words(max(0.0, began + terms.deadline - time.perf_counter()))
+            if said:
+                made, mode = among(receiver, desk.geometry, said, []), T2T
+    with desk.clock("decode"):
+        ends_at = {tokenizer.eos_token_id} if stop is None else stop
+        new = made.generate(max_new_tokens, ends_at)
+    desk.seconds["total"] = time.perf_counter() - began
+    sources = tuple(seat.receipt for seat in desk.seats)
+    receipt = Receipt(
+        mode=mode,
+        fallback=kind_of_fallback(sources, mode),
+        sources=sources,
+        seconds=desk.seconds,
+        guards=desk.guards,
+        prompt_tokens=len(ids),
+        new_tokens=len(new),
+    )
+    text = tokenizer.decode([i for i in new if i not in ends_at])
+    return Answer(new, text, made.logits[-1], receipt)
