@@ -3,8 +3,9 @@
 
 Keys have channels that are large for every token, values do not: keys share a scale down a channel
 (over ``GROUP`` tokens), values along a token (KIVI, arXiv 2402.02750, section 3; before RoPE it
-holds best, KVQuant, arXiv 2401.18079).  Rounding is half to even, so the same cache gives the
-same bytes on any machine.
+holds best, KVQuant, arXiv 2401.18079).  Eight bits have levels to spare, so their scales are
+coarser: longer groups, and one scale for a token's values in all heads of a layer.  Rounding is
+half to even, so the same cache gives the same bytes on any machine.
 """
 
 # Shapes: H KV head, T token, D head dim, G group of tokens.
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from fedloom.errors import Refusal, nearest
 
-GROUP = 64
+GROUP = {"int8": 128, "int4": 64}
 """Tokens of a channel that share a scale."""
 SCHEMES = ("bf16", "int8", "int4")
 _LEVELS = {"int8": 127, "int4": 15}
@@ -58,8 +59,9 @@ def parts_of(scheme: str, heads: int, tokens: int, dim: int) -> list[Part]:
     check_scheme(scheme)
     if scheme == "bf16":
         return [Part(name, torch.bfloat16, (heads, tokens, dim)) for name in ("k", "v")]
-    groups, found = math.ceil(tokens / GROUP), []
-    for name, scales in (("k", (heads, groups, dim)), ("v", (heads, tokens))):
+    groups, found = math.ceil(tokens / GROUP[scheme]), []
+    by_token = (tokens,) if scheme == "int8" else (heads, tokens)
+    for name, scales in (("k", (heads, groups, dim)), ("v", by_token)):
         if scheme == "int8":
             found.append(Part(name, torch.int8, (heads, tokens, dim)))
         else:
@@ -84,8 +86,8 @@ def quantise(keys_HTD: Tensor, values_HTD: Tensor, scheme: str) -> Parts:
         return {"k": keys_HTD.bfloat16(), "v": values_HTD.bfloat16()}
     found: Parts = {}
     for name, x in (("k", keys_HTD.float()), ("v", values_HTD.float())):
-        low, scale = _range(_groups(x) if name == "k" else x, -2 if name == "k" else -1, scheme)
-        step, floor = (_spread(s, name, x.shape) for s in (scale, low))
+        low, scale = _range(*_peers(x, name, scheme), scheme)
+        step, floor = (_spread(s, name, scheme, x.shape[1]) for s in (scale, low))
         codes = torch.where(step > 0, (x - floor) / torch.where(step > 0, step, 1.0), 0.0).round()
         if scheme == "int8":
             found[name] = codes.clamp(-127, 127).to(torch.int8)
@@ -104,14 +106,21 @@ def restore(parts: Parts, scheme: str, shape: tuple[int, int, int]) -> tuple[Ten
             found.append(parts[name].float())
             continue
         codes = parts[name] if scheme == "int8" else _unpack(parts[name], shape)
-        x = codes.float() * _spread(parts[f"{name}.scale"].float(), name, shape)
+        x = codes.float() * _spread(parts[f"{name}.scale"].float(), name, scheme, shape[1])
         if scheme == "int4":
-            x = x + _spread(parts[f"{name}.low"].float(), name, shape)
+            x = x + _spread(parts[f"{name}.low"].float(), name, scheme, shape[1])
         found.append(x)
     return found[0], found[1]
 
 
-def _range(x: Tensor, dim: int, scheme: str) -> tuple[Tensor, Tensor]:
+def _peers(x_HTD: Tensor, name: str, scheme: str) -> tuple[Tensor, tuple[int, ...]]:
+    """Return the numbers with the dimensions along which they share a scale."""
+    if name == "k":
+        return _groups(x_HTD, GROUP[scheme]), (-2,)
+    return x_HTD, ((0, 2) if scheme == "int8" else (2,))
+
+
+def _range(x: Tensor, dim: tuple[int, ...], scheme: str) -> tuple[Tensor, Tensor]:
     """Return the lowest value and the step along ``dim``, in numbers that bfloat16 holds.
 
     They are rounded outwards: the largest value must not fall off the last level.
@@ -132,18 +141,18 @@ def _up(x: Tensor) -> Tensor:
     return found
 
 
-def _groups(x_HTD: Tensor) -> Tensor:
-    """Cut the tokens into groups, [H, G, GROUP, D]; the last token fills up the last group."""
-    missing = -x_HTD.shape[1] % GROUP
+def _groups(x_HTD: Tensor, size: int) -> Tensor:
+    """Cut the tokens into groups, [H, G, size, D]; the last token fills up the last group."""
+    missing = -x_HTD.shape[1] % size
     filled = F.pad(x_HTD[None], (0, 0, 0, missing), mode="replicate")[0] if missing else x_HTD
-    return cast(Tensor, filled.unflatten(1, (-1, GROUP)))
+    return cast(Tensor, filled.unflatten(1, (-1, size)))
 
 
-def _spread(scale: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
+def _spread(scale: Tensor, name: str, scheme: str, tokens: int) -> Tensor:
     """Give each number its group's scale, [H, T, D] or what broadcasts to it."""
     if name == "v":
         return scale[..., None]
-    return scale.repeat_interleave(GROUP, dim=1)[:, : shape[1]]
+    return scale.repeat_interleave(GROUP[scheme], dim=1)[:, :tokens]
 
 
 def _pack(codes: Tensor) -> Tensor:
@@ -161,8 +170,9 @@ def naive_quantise(x_HTD: NDArray[np.float32], name: str, scheme: str) -> NDArra
     H, T, D = x_HTD.shape
     out, f32 = np.zeros_like(x_HTD), np.float32
     for h, t, d in np.ndindex(H, T, D):
-        first = t - t % GROUP
-        peers = x_HTD[h, first : first + GROUP, d] if name == "k" else x_HTD[h, t]
+        first = t - t % GROUP[scheme]
+        by_token = x_HTD[:, t] if scheme == "int8" else x_HTD[h, t]
+        peers = x_HTD[h, first : first + GROUP[scheme], d] if name == "k" else by_token
         if scheme == "int8":
             low = f32(0)
             step = _naive_up(f32(np.abs(peers).max()) / f32(127))
