@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from fedloom import border
 from fedloom.clients import gate
 from fedloom.config import RunConfig
+from fedloom.data import by_file
 from fedloom.errors import Refusal
 from fedloom.flat import Scalar
 
@@ -60,6 +61,27 @@ def partition_of(context: Context) -> int:
             ' "partition-id=0 num-partitions=5"'
         )
     return int(context.node_config["partition-id"])
+
+
+def with_own_rows(config: RunConfig, context: Context) -> RunConfig:
+    """Put a node's own rows in the place of what the recipe names, if it was started with some.
+
+    Raises
+    ------
+    Refusal
+        If the recipe deals rows out: own rows are not taken, nor left aside, without a word.
+    """
+    data = str(context.node_config.get("data", ""))
+    if by_file.is_own(config.data.source):
+        raise Refusal(f'data.source = "{config.data.source}": only a node itself may say that')
+    if not data:
+        return config
+    if config.data.split != "files":
+        raise Refusal(
+            f"partition {partition_of(context)} has rows of its own and data.split is"
+            f' "{config.data.split}": set data.split = "files", or start the node without data'
+        )
+    return config.replaced(data__source=by_file.own(partition_of(context), data))
 
 
 def serve(

@@ -48,13 +48,15 @@ class FAASTClient(AdapterClient):
             return {"manifest": bench.manifest.to_json(), "peft": ""}
         summed, held, test = (len(bench.rows(self.partition_id, side)) for side in SIDES)
         bare = self.config.faast.shares == "sums"
+        named = bare and config.get("partition") and not bench.own
         return {
             "partition": self.partition_id,
             "name": bench.partition.clients[self.partition_id].name,
             **({"train": summed + held} if bare else {"validation": held}),
             "test": test,
             "revision": self.revision,
-            "partition-json": bench.partition_json if bare and config.get("partition") else "",
+            **({"held": bench.partition.digest()} if bare and bench.own else {}),
+            "partition-json": bench.partition_json if named else "",
             "version": __version__,
             **{key: digest for key, digest in bench.digests.items() if key != "manifest"},
             "device": self.config.model.device,

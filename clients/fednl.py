@@ -20,10 +20,11 @@ from numpy.typing import NDArray
 
 from fedloom import __version__, border, seeds
 from fedloom.adapters.lora import narrow, redraw
-from fedloom.clients.bridge import AdapterClient, partition_of
+from fedloom.clients.bridge import AdapterClient, partition_of, with_own_rows
 from fedloom.clients.private import update_to_send
 from fedloom.clients.workbench import Workbench, device, visible_gpus, workbench
 from fedloom.config import RunConfig
+from fedloom.data import by_file
 from fedloom.errors import Refusal
 from fedloom.holdings import holdings
 from fedloom.local.feedback import changes
@@ -47,7 +48,7 @@ class FedNLClient(AdapterClient):
     def __init__(self, context: Context) -> None:
         super().__init__()
         self.context = context
-        self.config = RunConfig.from_flower(context.run_config)
+        self.config = with_own_rows(RunConfig.from_flower(context.run_config), context)
         self.partition_id = partition_of(context)
 
     def get_properties(self, config: dict[str, Any]) -> dict[str, Any]:
@@ -63,6 +64,7 @@ class FedNLClient(AdapterClient):
                 f" {len(partition.clients)} clients, 0 to {len(partition.clients) - 1}"
             )
         client = partition.clients[self.partition_id]
+        own, asked = by_file.is_own(self.config.data.source), config.get("partition")
         location = locate(parse_source(self.config.model.source))
         hidden = self.config.privacy.on
         return {
@@ -70,8 +72,9 @@ class FedNLClient(AdapterClient):
             "name": client.name,
             **({} if hidden else {"train": len(client.train)}),
             "test": len(client.test),
-            "data": partition.digest(),
-            "partition-json": "" if hidden or not config.get("partition") else partition.to_json(),
+            **({"data": by_file.OWN, "held": partition.digest()} if own else {}),
+            **({} if own else {"data": partition.digest()}),
+            "partition-json": "" if hidden or own or not asked else partition.to_json(),
             "version": __version__,
             "recipe": self.config.digest(),
             "base": location.base_hash,

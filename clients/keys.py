@@ -13,19 +13,22 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from flwr.app import Context
 from numpy.typing import NDArray
 
 from fedloom import __version__
+from fedloom.clients.bridge import with_own_rows
 from fedloom.config import RunConfig
-from fedloom.data.dealing import Item, holdings
+from fedloom.data import by_file
+from fedloom.data.dealing import Item
 from fedloom.data.labelled import load_labelled
 from fedloom.data.partition import Partition
 from fedloom.errors import Refusal
 from fedloom.flat import Scalar
+from fedloom.holdings import holdings
 from fedloom.models.encoders import Encoder, load_encoder
 from fedloom.rules.reading import unit
 from fedloom.wire import Manifest, arrays_digest
@@ -68,6 +71,11 @@ class KeyBench:
     def _by_name(self) -> dict[str, Item]:
         return {item.row(): item for item in self.items}
 
+    @property
+    def own(self) -> bool:
+        """Say whether these rows are the node's own, which it names to nobody."""
+        return by_file.is_own(self.config.data.source)
+
     @functools.cached_property
     def manifest(self) -> Manifest:
         """What the weights are, and all that their sums must agree in to be added."""
@@ -86,7 +94,7 @@ class KeyBench:
         """What nodes must agree in; each takes a walk over everything, so once a process."""
         return {
             "recipe": self.config.digest(),
-            "data": self.partition.digest(),
+            "data": by_file.OWN if self.own else self.partition.digest(),
             "base": self.encoder.digest,
             "tokenizer": "",
             "values": self.values_digest,
@@ -156,8 +164,9 @@ def _build(config: RunConfig) -> KeyBench:
     encoder = load_encoder(config.faast.encoder, _device(config))
     if torch := sys.modules.get("torch"):  # pixels need none, and then it stays out
         torch.set_num_threads(config.clients.threads)
-    items, partition = holdings(config.data, config.seed, config.clients.count)
-    classes = load_labelled(config.data.source).classes
+    rows, partition = holdings(config)
+    items = cast("Sequence[Item]", rows)  # the task of every faast recipe has these
+    classes = load_labelled(by_file.table_of(config.data.source)).classes
     names = encoder.label_keys(classes)
     if names is None and config.faast.values == "labels":
         raise Refusal(
@@ -182,7 +191,7 @@ _HELD = _Held()
 
 def recipe_of(context: Context) -> RunConfig:
     """Read a node's recipe; of a hundred messages with one recipe, the first does."""
-    return _recipe(tuple(sorted(context.run_config.items())))
+    return with_own_rows(_recipe(tuple(sorted(context.run_config.items()))), context)
 
 
 @functools.lru_cache(maxsize=4)

@@ -23,6 +23,7 @@ from fedloom.errors import Refusal
 from fedloom.flat import Scalar
 from fedloom.simulations import (
     data_cli,
+    deploy_cli,
     doctor_cli,
     faast_cli,
     forget_cli,
@@ -43,6 +44,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,  # its tracebacks would show local variables
 )
 app.add_typer(data_cli.app, name="data")
+app.add_typer(deploy_cli.app, name="deploy")
 
 app.command()(generate_cli.generate)
 app.command()(refine_cli.refine)
@@ -76,6 +78,9 @@ def run(
         Path | None,
         typer.Option(help="Go on with the run in this folder; RECIPE may be left out."),
     ] = None,
+    on: Annotated[
+        Path | None, typer.Option(help="Run on this deployment's nodes (fedloom deploy).")
+    ] = None,
 ) -> None:
     """Run a recipe and wait for it: 0 completed, 1 failed, 2 refused, 130 interrupted."""
     from fedloom.simulations.resume import stand_of
@@ -87,11 +92,12 @@ def run(
             raise Refusal(f"{odd[0]} with --resume: a run goes on in its own folder; leave it out")
         stand_of(resume)  # before its recipe is read: another version's may have other keys
         config = read_recipe(recipe or str(resume / "config.toml"), settings or [], {})
-        raise typer.Exit(resume_run(config, resume, runtime=runtime))
+        raise typer.Exit(resume_run(config, resume, runtime=runtime, on=on))
     if recipe is None:
         raise Refusal("no recipe: expected a TOML file or the name of a packaged one, or --resume")
     chosen = {key: value for key, value in named.items() if value is not None}
-    raise typer.Exit(run_recipe(read_recipe(recipe, settings or [], chosen), runtime=runtime))
+    config = read_recipe(recipe, settings or [], chosen)
+    raise typer.Exit(run_recipe(config, runtime=runtime, on=on))
 
 
 @app.command()

@@ -11,9 +11,11 @@ import contextlib
 import os
 import signal
 import subprocess
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import NamedTuple
 
 PROC = Path("/proc")
@@ -137,3 +139,22 @@ def _is(table: dict[int, Entry], pid: int, born: str) -> bool:
 def _children(parents: Iterable[int], table: dict[int, Entry]) -> set[int]:
     wanted = set(parents)
     return {pid for pid, entry in table.items() if entry.parent in wanted}
+
+
+@contextlib.contextmanager
+def terminable() -> Iterator[None]:
+    """Let SIGTERM and a closed terminal unwind like Ctrl-C, so that nothing is left running."""
+
+    def unwind(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    wanted = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
+    before = {number: signal.signal(number, unwind) for number in wanted}  # nohup stays in force
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -11,13 +11,11 @@ import importlib.util
 import json
 import logging
 import os
-import signal
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
 
 from rich.console import Console
 
@@ -26,6 +24,7 @@ from fedloom.disk import held
 from fedloom.errors import Refusal, nearest
 from fedloom.flat import toml_lines
 from fedloom.local.home import VARIABLE as STATE
+from fedloom.simulations.processes import terminable
 from fedloom.simulations.progress import Picture, duration, follow, round_facts, say, show
 from fedloom.simulations.resume import LOCK, check_recipe, is_finished, stand_of, take_up
 from fedloom.simulations.superlink import (
@@ -36,10 +35,12 @@ from fedloom.simulations.superlink import (
 )
 from fedloom.strategies.journal import Journal
 
+Work = Callable[[RunConfig, Path, Picture], str]
+"""Runs a recipe into a folder and returns why it failed, or nothing."""
 COMPLETED, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
 
 
-def run_recipe(config: RunConfig, *, runtime: str = "ray") -> int:
+def run_recipe(config: RunConfig, *, runtime: str = "ray", on: Path | None = None) -> int:
     """Run a recipe to its end, show how it goes, and return the command's exit code.
 
     Parameters
@@ -48,13 +49,18 @@ def run_recipe(config: RunConfig, *, runtime: str = "ray") -> int:
         The recipe.
     runtime
         ``ray``: Flower's simulation on a SuperLink of our own; ``inprocess``: this process.
+    on
+        Folder of a deployment whose nodes are to be the clients; then ``runtime`` says nothing.
     """
     console, errors = Console(), Console(stderr=True)
     try:
-        config = with_absolute_paths(config)
-        preflight(config, runtime)
+        given, config = config, with_absolute_paths(config)
+        if on is not None:  # nodes know their own GPUs
+            config = config.replaced(model__device=given.model.device)
+        work = None if on is None else _deployed(config, on)
+        preflight(config, None if work else runtime)
         config, folder = take_folder(config, console)
-        return _run_in(folder, config, runtime, console, errors)
+        return _run_in(folder, config, work or _RUNTIMES[runtime], console, errors)
     except Refusal as refusal:
         say(errors, f"fedloom: {refusal}")
         return REFUSED
@@ -63,28 +69,35 @@ def run_recipe(config: RunConfig, *, runtime: str = "ray") -> int:
         return INTERRUPTED
 
 
-def resume_run(config: RunConfig, folder: Path, *, runtime: str = "ray") -> int:
+def resume_run(
+    config: RunConfig, folder: Path, *, runtime: str = "ray", on: Path | None = None
+) -> int:
     """Go on with the run in ``folder`` after its last whole round; return the exit code.
 
     Parameters
     ----------
     config
         Its recipe, in which ``rounds`` may have grown.
+    runtime, on
+        As of ``run_recipe``.
     """
     console, errors = Console(), Console(stderr=True)
     try:
         folder = folder.expanduser().absolute()
-        config = with_absolute_paths(config)
+        given, config = config, with_absolute_paths(config)
+        if on is not None:
+            config = config.replaced(model__device=given.model.device)
         config = config.replaced(name=folder.name, output=str(folder.parent), resume=True)
         stand = stand_of(folder)
         check_recipe(config, folder, stand)
         if is_finished(config, stand):
             say(console, f"{folder} is complete: {config.rounds} of {config.rounds} rounds")
             return COMPLETED
-        preflight(config, runtime)
+        work = None if on is None else _deployed(config, on)
+        preflight(config, None if work else runtime)
         with held(folder / LOCK, seconds=30.0):  # a killed run's processes may need a while
             take_up(config, folder, Journal(folder))
-        return _run_in(folder, config, runtime, console, errors)
+        return _run_in(folder, config, work or _RUNTIMES[runtime], console, errors)
     except Refusal as refusal:
         say(errors, f"fedloom: {refusal}")
         return REFUSED
@@ -114,10 +127,12 @@ def preflight(config: RunConfig, runtime: str | None = None) -> None:
     """
     if runtime is not None:
         _check_runtime(config, runtime)
-    from fedloom.holdings import holdings
     from fedloom.simulations.own_code import check_own_code
 
     check_own_code(config, clients_here=runtime is not None)
+    if config.data.split == "files" and runtime is None:
+        return  # each node has a file of its own, and none is here
+    from fedloom.holdings import holdings
 
     has_torch = importlib.util.find_spec("torch") is not None
     if config.data.task == "niah" and not has_torch:
@@ -224,16 +239,14 @@ def _check_runtime(config: RunConfig, runtime: str) -> None:
         )
 
 
-def _run_in(
-    folder: Path, config: RunConfig, runtime: str, console: Console, errors: Console
-) -> int:
+def _run_in(folder: Path, config: RunConfig, work: Work, console: Console, errors: Console) -> int:
     events = folder / "events.jsonl"
     picture, known = Picture(), events.stat().st_size if config.resume and events.exists() else 0
     for event in follow(events, lambda: True) if known else ():
         picture.take(event)
     try:
-        with _terminable(), _at_home(folder), _shown(events, console, picture, known):
-            reason = _RUNTIMES[runtime](config, folder, picture)
+        with terminable(), _at_home(folder), _shown(events, console, picture, known):
+            reason = work(config, folder, picture)
     except (KeyboardInterrupt, Refusal) as cut:
         _close_events(events, picture, str(cut) or "interrupted")
         raise
@@ -303,7 +316,16 @@ def _flower_logging_to(path: Path) -> Iterator[None]:
         handler.close()
 
 
-_RUNTIMES: dict[str, Callable[[RunConfig, Path, Picture], str]] = {
+def _deployed(config: RunConfig, on: Path) -> Work:
+    from fedloom.simulations.deployed import check_deployment, run_deployed
+    from fedloom.simulations.deployment import Deployment
+
+    deployment = Deployment.read(on)
+    check_deployment(config, deployment)
+    return run_deployed(deployment)
+
+
+_RUNTIMES: dict[str, Work] = {
     "ray": _run_on_ray,
     "inprocess": _run_here,
 }
@@ -335,25 +357,6 @@ def _shown(events: Path, console: Console, picture: Picture, start: int) -> Iter
         thread.join()
 
 
-@contextlib.contextmanager
-def _terminable() -> Iterator[None]:
-    """Let SIGTERM and a closed terminal unwind like Ctrl-C, so that nothing is left running."""
-
-    def unwind(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    wanted = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
-    before = {number: signal.signal(number, unwind) for number in wanted}  # nohup stays in force
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def _close_events(events: Path, picture: Picture, reason: str) -> None:
     """Write the ``end`` that a dead server could not."""
     if picture.status:
@@ -370,7 +373,8 @@ def _conclude(folder: Path, picture: Picture, console: Console) -> None:
     facts = [f"{last.get('round', 0)} rounds", *round_facts({**last, "seconds": None})]
     say(console, f"completed in {duration(time.time() - picture.began)}: {', '.join(facts)}")
     if picture.reason:
-        say(console, f"stopped early by {picture.reason}")
+        early = picture.reason.startswith("byte budget")
+        say(console, f"stopped early by {picture.reason}" if early else picture.reason)
     from fedloom.simulations.report import write_report
 
     try:

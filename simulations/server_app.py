@@ -215,8 +215,11 @@ def _check_agreement(config: RunConfig, roster: Roster) -> dict[str, str]:
 
 
 def _announce(roster: Roster, journal: Journal) -> None:
-    shown = ("partition", "name", "train", "test", "device", "visible-gpus", "pid")
-    hidden = {"train": "hidden"}  # where a client does not say how many rows its sums are of
+    shown = ("partition", "name", "train", "test", "held", "device", "visible-gpus", "pid")
+    hidden = {
+        "held": "",
+        "train": "hidden",
+    }  # where a client does not say how many rows its sums are of
     nodes = [{k: (hidden | roster.properties[p])[k] for k in shown} for p in roster.partitions]
     journal.event("nodes", nodes=nodes)
 

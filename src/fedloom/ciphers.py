@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one module that touches a cryptographic library: key agreement, sealing, and a key's stream.
+"""Key agreement, sealing and a key's stream; only ``certificates`` touches the library besides.
 
 X25519 and HKDF-SHA256 (RFC 7748, 5869) make a secret of two that no third knows; AES-256-GCM seals
 a letter; AES-256 in counter mode stretches 32 secret bytes into as many as a mask needs, at

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fedloom.config import RunConfig
-from fedloom.data import dealing, partition
+from fedloom.data import by_file, dealing, partition
 from fedloom.data.dealing import Item
 from fedloom.data.niah.encode import encode_needle
 from fedloom.data.niah.examples import NeedleExample, needle_holdings
@@ -32,6 +32,8 @@ def holdings(config: RunConfig) -> tuple[Sequence[Example], Partition]:
         If the data cannot be had, a client has too few rows or a budget too small for its events,
         or the manifest says otherwise.
     """
+    if config.data.split == "files":
+        return by_file.holdings(config.data, config.seed)
     if config.data.task == "mmlu":
         return partition.holdings(config.data, config.seed)
     if config.data.task == "classes":

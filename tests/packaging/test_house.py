@@ -131,6 +131,7 @@ def test_wheel_holds_the_four_rooms_and_no_tests(tmp_path):
         inside = path.relative_to(ROOT / room)
         assert f"{ROOMS[room].replace('.', '/')}/{inside}" in names
     assert "fedloom/simulations/fednl.toml" in names
+    assert "fedloom/simulations/deploy-files/compose.yaml" in names
     assert "fedloom/py.typed" in names
     assert not [n for n in names if "test" in n.replace("fedloom/testing/", "")]
 

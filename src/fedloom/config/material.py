@@ -46,7 +46,9 @@ class DataConfig:
     ``data/labelled.py``: ``packaged:digits``, ``packaged:uci-sentences``."""
     split: str = "natural"
     """``classes``: who holds a row. ``natural`` is its owner (a shop, a paper), ``iid`` deals equal
-    shares to ``clients.count``, ``dirichlet`` equal shares of skewed classes (arXiv 1909.06335)."""
+    shares to ``clients.count``, ``dirichlet`` equal shares of skewed classes (arXiv 1909.06335).
+    ``files``, for ``mmlu`` too: client k holds the k-th table of the folder that ``source`` names,
+    or, on a node started with ``data`` of its own, just that (docs/deploy.md)."""
     dirichlet: float = 0.1
     """``dirichlet``: concentration; each client's class shares are drawn around those of the whole
     set. Large is nearly iid, 0.01 leaves a client with one class or two."""
@@ -65,7 +67,7 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         one_of("data.task", self.task, ("mmlu", "niah", "classes"))
-        one_of("data.split", self.split, ("natural", "iid", "dirichlet"))
+        one_of("data.split", self.split, ("natural", "iid", "dirichlet", "files"))
         if not 0 < self.dirichlet < math.inf:
             raise Refusal(f"data.dirichlet = {self.dirichlet}: expected a positive number")
         at_least("data.max-train", self.max_train, 1)

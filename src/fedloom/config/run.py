@@ -245,6 +245,8 @@ class RunConfig:
         places = {"name", "output", "resume", "clients.total-cpus", "clients.total-gpus"}
         # A run that its budget stopped may go on with a larger one.
         places |= {"model.device", "clients.warm", "wire.budget-bytes"}
+        if self.data.split == "files":
+            places.add("data.source")  # where each client's file lies is its own matter
         kept = {key: value for key, value in self.flat().items() if key not in places}
         return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 

@@ -50,16 +50,16 @@ def holdings(data: DataConfig, seed: int, clients: int) -> tuple[list[Item], Par
         If the data cannot be had, a client has too few rows, or the manifest says otherwise.
     """
     labelled = load_labelled(data.source)
-    items, kept = _distinct(labelled)
+    items, kept = distinct(labelled)
     held = [np.sort(own) for own in deal(labelled, kept, data, seed, clients)]
     names = _names(labelled, kept, data, len(held))
     position = {int(index): at for at, index in enumerate(kept)}
     made = []
     for index, own in enumerate(held):
         order = seeds.generator(seed, index, "partition").permutation(own)
-        train, test = _sides(labelled, order, data)
+        train, test = sides(labelled, order, data)
         rows = [[items[position[int(i)]] for i in side] for side in (train, test)]
-        made.append(_client(names[index], rows, labelled.classes, data))
+        made.append(client_of(names[index], rows, labelled.classes, data))
     partition = Partition(seed, data.source, rows_hash(items), tuple(made))
     if data.manifest:
         read_partition(Path(data.manifest)).check_same(partition)
@@ -130,7 +130,7 @@ def _fill(
     return [np.array(own, np.intp) for own in taken]
 
 
-def _distinct(labelled: Labelled) -> tuple[list[Item], Indices]:
+def distinct(labelled: Labelled) -> tuple[list[Item], Indices]:
     """Name the items and drop repetitions; return them with their indices in the set."""
     first: dict[str, int] = {}
     for index, name in enumerate(labelled.rows()):
@@ -148,7 +148,7 @@ def _names(labelled: Labelled, kept: Indices, data: DataConfig, clients: int) ->
     return [f"{data.split} {index}" for index in range(clients)]
 
 
-def _sides(labelled: Labelled, order: Indices, data: DataConfig) -> tuple[Indices, Indices]:
+def sides(labelled: Labelled, order: Indices, data: DataConfig) -> tuple[Indices, Indices]:
     """Split one client's shuffled items for training and testing."""
     if labelled.test is not None:
         test = labelled.test[order]
@@ -157,9 +157,16 @@ def _sides(labelled: Labelled, order: Indices, data: DataConfig) -> tuple[Indice
     return order[count:][: data.max_train], order[:count]
 
 
-def _client(
+def client_of(
     name: str, rows: Sequence[Sequence[Item]], classes: tuple[str, ...], data: DataConfig
 ) -> Client:
+    """Name one client's training and test items.
+
+    Raises
+    ------
+    Refusal
+        If there are too few.
+    """
     train, test = rows
     for side, own, least in (("train", train, data.min_train), ("test", test, data.min_test)):
         if len(own) < least:

@@ -11,7 +11,7 @@ import functools
 import hashlib
 import json
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -142,15 +142,53 @@ def make_partition(
         for question in own:
             owners[question.stem()].add(index)
     shared = {stem for stem, holders in owners.items() if len(holders) > 1}
-    share = Fraction(test_share).limit_denominator(10_000)  # 1/6 of 1098 is 183, also in floats
-    clients = []
-    for index, own in enumerate(held):
-        order = seeds.generator(seed, index, "partition").permutation(len(own))
-        n_test = min(max_test, int(len(own) * share))
-        train, test = _split([own[i] for i in order], n_test, shared)
-        clients.append(_named(groups[index][0], train[:max_train], test))
-        _check_enough(clients[-1], min_train, min_test, len(own))
+    clients = [
+        client_of(
+            groups[index][0],
+            index,
+            own,
+            seed=seed,
+            max_train=max_train,
+            max_test=max_test,
+            test_share=test_share,
+            min_train=min_train,
+            min_test=min_test,
+            shared=shared,
+        )
+        for index, own in enumerate(held)
+    ]
     return Partition(seed, source, rows_hash(rows), tuple(clients))
+
+
+def client_of(
+    name: str,
+    index: int,
+    own: Sequence[Question],
+    *,
+    seed: int,
+    max_train: int,
+    max_test: int,
+    test_share: float,
+    min_train: int,
+    min_test: int,
+    shared: Set[str] = frozenset(),
+) -> Client:
+    """Shuffle one client's rows by (seed, index) and split them for testing.
+
+    Parameters are ``make_partition``'s; ``shared`` are stems that another client holds as well.
+
+    Raises
+    ------
+    Refusal
+        If the client has too few rows.
+    """
+    share = Fraction(test_share).limit_denominator(10_000)  # 1/6 of 1098 is 183, also in floats
+    order = seeds.generator(seed, index, "partition").permutation(len(own))
+    n_test = min(max_test, int(len(own) * share))
+    train, test = _split([own[i] for i in order], n_test, shared)
+    client = _named(name, train[:max_train], test)
+    _check_enough(client, min_train, min_test, len(own))
+    return client
 
 
 def client_rows(
@@ -181,7 +219,7 @@ def table(partition: Partition) -> list[tuple[str, int, int, int]]:
 
 
 def _split(
-    shuffled: Sequence[Question], n_test: int, shared: set[str]
+    shuffled: Sequence[Question], n_test: int, shared: Set[str]
 ) -> tuple[list[Question], list[Question]]:
     """Fill the test side with whole groups of one text, in shuffled order, up to ``n_test`` rows.
 
