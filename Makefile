@@ -15,7 +15,7 @@ run: install $(NEEDS)  ## run FedNL, or METHOD=faast, on packaged models and dat
 	$(BIN)/fedloom run simulations/$(METHOD).toml
 
 test: install lint  ## the quick tests
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile
 	$(BIN)/python -m pytest -p no:cacheprovider --doctest-modules --pyargs fedloom -q
 
 slow: install fetch  ## real runs on Ray and the real model
