@@ -171,7 +171,7 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
         kind, colon, name = source.partition(":")
         return f"{kind}:{_absolute(name)}" if colon and kind in ("path", "gguf") else source
 
-    manifest = config.data.manifest
+    manifest, fusers = config.data.manifest, config.refine.fusers
     # Ray hides every GPU from clients that were given none; in process nobody would.
     hidden = config.model.device == "auto" and not config.clients.gpus
     return config.replaced(
@@ -180,7 +180,7 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
         model__source=resolved(config.model.source),
         faast__encoder=resolved(config.faast.encoder),
         refine__models=",".join(map(resolved, config.refine.listed)),
-        refine__fusers=_absolute(config.refine.fusers),
+        refine__fusers=_absolute(fusers) if config.method == "fedrefine" else fusers,
         data__source=resolved(config.data.source),
         niah__filler=resolved(config.niah.filler),
         data__manifest=_absolute(manifest) if manifest else "",

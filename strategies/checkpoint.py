@@ -148,7 +148,8 @@ class Checkpoints:
 
     def keep_last(self) -> None:
         """Let go of all but the newest: a run that is complete goes back to no earlier round."""
-        self._keep_only([r for r, _ in self._found()][-1:])
+        if newest := [r for r, _ in self._found()][-1:]:
+            self._keep_only(newest)
 
     def newest(
         self, usable: Callable[[Checkpoint], str] = lambda checkpoint: ""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 import pytest
 from flwr.serverapp.exception import AggregationError
@@ -264,9 +266,21 @@ def test_who_is_asked_less_often_pays_less_and_nobody_more_than_was_planned():
 def test_a_run_that_goes_on_has_paid_for_its_first_rounds():
     config = recipe(privacy__clip=0.5, privacy__noise=3.0, rounds=4, sampling__fraction=0.4)
     straight, resumed = Rounds(config).run(), Rounds(config)
-    drawn = resumed.strategy.roster.sample(config.seed, 4, 0.4)
-    resumed.strategy.private.begin(resumed.grid, 4, drawn)
-    assert resumed.strategy.private._asked == straight.strategy.private._asked
+    private, sample = resumed.strategy.private, resumed.strategy.roster.sample
+    private.go_on(3, [{4: [0, 1]}])  # the fourth was torn, after two had been asked
+    assert private._asked == straight.strategy.private._asked - Counter(
+        sample(config.seed, 4, 0.4)
+    ) + Counter([0, 1])
+    private.begin(resumed.grid, 4, sample(config.seed, 4, 0.4))
+    assert private._asked == straight.strategy.private._asked + Counter([0, 1])
+
+
+def test_a_torn_round_under_masks_is_not_summed_again():
+    config = recipe(privacy__masks=True, server__rule="ffa", rounds=4)
+    private = Rounds(config).strategy.private
+    private.go_on(1, [{}, {2: []}])
+    with pytest.raises(Refusal, match="round 2 was torn after clients had been asked"):
+        private.go_on(1, [{2: [0]}])
 
 
 def test_secret_samples_are_drawn_by_chance_and_accounted_as_sampled_gaussian():
