@@ -39,8 +39,8 @@ def encode(numbers: NDArray[Any], code: str) -> tuple[bytes, bytes]:
     """Write finite numbers, whatever their shape, as codes and steps.
 
     >>> codes, steps = encode(np.float32([0.0, 1.0, -12.7]), "int8")
-    >>> len(codes), len(steps), decode(codes, steps, "int8", 3).round(1).tolist()
-    (3, 2, [0.0, 1.0, -12.7])
+    >>> len(codes), len(steps), [f"{x:.1f}" for x in decode(codes, steps, "int8", 3)]
+    (3, 2, ['0.0', '1.0', '-12.7'])
     """
     flat = np.ascontiguousarray(numbers, np.float32).ravel()
     if code == "float32":
