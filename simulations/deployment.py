@@ -14,6 +14,7 @@ import ssl
 import tomllib
 import urllib.error
 import urllib.request
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -30,7 +31,7 @@ POLL = "FLWR_SUPEREXEC_TASK_POLL_INTERVAL"  # seconds; Flower's own 1 s is a wai
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class Part(ABC):
     """One machine's share of a deployment, read from a settings file in its folder."""
 
     FILE: ClassVar[str]
@@ -103,9 +104,9 @@ class Part:
             kept["PATH"] = os.pathsep.join([str(gates), kept["PATH"]])
         return kept
 
+    @abstractmethod
     def healthy(self) -> bool:
         """Ask the part for its health."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
