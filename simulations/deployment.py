@@ -79,18 +79,18 @@ class Part(ABC):
             raise Refusal(f"{self.FILE}: port = {self.port}, expected 1 to 65535")
 
     @property
+    @abstractmethod
     def label(self) -> str:
         """Name the part in a log."""
-        raise NotImplementedError
 
     @property
     def home(self) -> Path:
         """Flower's folder of this part; it also marks the part's processes."""
         return self.folder / "home"
 
+    @abstractmethod
     def flower_command(self) -> list[str]:
         """Return Flower's own command for this part."""
-        raise NotImplementedError
 
     def command(self) -> list[str]:
         """Return what ``fedloom deploy up`` starts."""

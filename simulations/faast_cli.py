@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,6 +16,7 @@ import typer
 
 from fedloom.errors import Refusal
 from fedloom.simulations.generate_cli import prompt_of
+from fedloom.simulations.needs import needs_node
 
 if TYPE_CHECKING:
     from fedloom.adapters.fast_sums import Grams, Passage
@@ -85,7 +85,7 @@ def compile_memory(
     names = tuple(name.strip() for name in languages.split(","))
     if len(names) != 2 or not all(names):
         raise Refusal(f'--languages "{languages}": expected two names with a comma between')
-    with needs_node():
+    with needs_node("faast"):
         from fedloom.adapters.fast_sums import compile_sums
         from fedloom.adapters.readout_files import read_readout_manifest
     began = time.perf_counter()
@@ -292,7 +292,7 @@ def _write(
 
 def _hung(memory: Path, model: str, dtype: str) -> tuple[Base, FastMemory]:
     """Load a model and hang the file's memory on it."""
-    with needs_node():
+    with needs_node("faast"):
         from fedloom.adapters.fast_files import load_memory, read_manifest
     read_manifest(memory)  # before minutes of loading
     base = loaded(model, dtype)
@@ -302,7 +302,7 @@ def _hung(memory: Path, model: str, dtype: str) -> tuple[Base, FastMemory]:
 
 def loaded(model: str, dtype: str) -> Base:
     """Load a frozen model, or refuse in one line what is not installed."""
-    with needs_node():
+    with needs_node("faast"):
         from fedloom.models.base import load_base
     return load_base(model, dtype)
 
@@ -311,16 +311,3 @@ def _last(base: Base) -> int:
     from fedloom.adapters.fast_weights import decoder_of
 
     return len(decoder_of(base.model).layers)
-
-
-@contextmanager
-def needs_node() -> Iterator[None]:
-    """Say what is missing where a coordinator's installation is asked for a node's work."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        if str(error.name).startswith("fedloom"):
-            raise
-        raise Refusal(
-            f"faast needs {error.name}, which a coordinator has not: pip install 'fedloom[node]'"
-        ) from error

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fedloom.errors import Refusal, nearest
+from fedloom.simulations.needs import needs_node
 
 if TYPE_CHECKING:
     from fedloom.adapters.fuser import CacheFuser, FuserConfig
@@ -94,7 +94,7 @@ def train(
     checkpoint = out / "checkpoint.safetensors"
     if checkpoint.exists() and not resume:
         raise Refusal(f"{checkpoint} is there: go on from it with --resume, or name another --out")
-    with _node():
+    with needs_node("fuser"):
         from fedloom.refining.teaching import TeachConfig, calibrate, teach
     how = TeachConfig(steps=steps, batch=batch, learning_rate=lr, decay=decay, keep=keep)
     about = {"mode": mode, "size": size, "width": width, "share": share, "taps": taps}
@@ -147,7 +147,7 @@ def solve_command(
     dtype: Dtype = "float32",
 ) -> None:
     """Solve a fuser in closed form from sums over aligned tokens, without training."""
-    with _node():
+    with needs_node("fuser"):
         from fedloom.refining.closed_form import solvable
     config = solvable(_build(tail, layer_map=layer_map, width=width, share=share, taps=taps))
     room = _classroom(sender, receiver, data, "same", dtype, True, rows, held_out, longest, seed)
@@ -185,7 +185,7 @@ def show(
 
 def _build(tail: int, **told: Any) -> FuserConfig:
     """Return the build; a prefix stands behind the receiver's own sink where that is possible."""
-    with _node():
+    with needs_node("fuser"):
         from fedloom.adapters.fuser import FuserConfig
     if told.get("mode") == "residual":
         return FuserConfig(**told)
@@ -260,16 +260,3 @@ def _one_of(option: str, told: str, known: Sequence[str]) -> None:
     if told not in known:
         hint = nearest(told, known)
         raise Refusal(f'{option} "{told}"{hint}: expected one of {", ".join(known)}')
-
-
-@contextmanager
-def _node() -> Iterator[None]:
-    """Say what is missing where a coordinator's installation is asked for a node's work."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        if str(error.name).startswith("fedloom"):
-            raise
-        raise Refusal(
-            f"fuser needs {error.name}, which a coordinator has not: pip install 'fedloom[node]'"
-        ) from error

@@ -10,7 +10,8 @@ from typing import Annotated
 import typer
 
 from fedloom.errors import Refusal
-from fedloom.simulations.faast_cli import Dtype, Length, Model, Texts, loaded, needs_node
+from fedloom.simulations.faast_cli import Dtype, Length, Model, Texts, loaded
+from fedloom.simulations.needs import needs_node
 
 
 def train_readout(
@@ -32,7 +33,7 @@ def train_readout(
     dtype: Dtype = "float32",
 ) -> None:
     """Train the read-outs of middle memories on text of no particular kind."""
-    with needs_node():
+    with needs_node("faast"):
         from fedloom.adapters.readout_files import ReadOutManifest, save_readouts
         from fedloom.config import TrainConfig
         from fedloom.language.compiling import read_texts

@@ -16,6 +16,7 @@ import typer
 
 from fedloom.cards import FuserCard, read_card
 from fedloom.errors import Refusal
+from fedloom.simulations.needs import needs_node
 
 if TYPE_CHECKING:
     from fedloom.refining import Answer, Sender
@@ -110,12 +111,8 @@ def _senders(
     receiver: str, sources: Sequence[str], files: Sequence[Path], precision: str
 ) -> list[Sender]:
     """Pair senders with fusers by the hashes on the cards, before any model is loaded."""
-    try:
+    with needs_node("refine"):
         from fedloom.models.sources import locate, parse_source
-    except ModuleNotFoundError as error:
-        if str(error.name).startswith("fedloom"):
-            raise
-        raise Refusal(f"refine needs {error.name}: pip install 'fedloom[node]'") from error
     cards = _cards(files)
     into = locate(parse_source(receiver)).base_hash
     found: list[tuple[str, Path | None]] = []

@@ -87,3 +87,11 @@ def test_what_cannot_be_is_refused():
     with pytest.raises(Refusal, match="lacks the sender's layer 0"):
         mutual(windowed, pair, rounds=2)
     assert measured(windowed[0].base).windows[0]
+
+
+@pytest.mark.parametrize("told", [{"rounds": 2}, {"schedule": "one-by-one"}])
+def test_fusers_with_a_tail_have_one_round_together(told):
+    """They leave the prompt's own cache as it was: a second round would exchange the same."""
+    assert len(mutual(parties(), fusers(tail=1))) == 2
+    with pytest.raises(Refusal, match="one round together"):
+        mutual(parties(), fusers(tail=1), **told)

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from fedloom.errors import Refusal
-from fedloom.refining import Request, Sender, Terms, export, local, refine
+from fedloom.refining import Request, Sender, Terms, export, local, prefixed, refine
 from fedloom.slices.slice import export_cache
 
-from rooms import alone, fuser_of, room, shut
+from rooms import alone, fuser_of, piece_of, room, shut
 
 PROMPT, TOKENS = "what is it?", 6
 OTHERS = ("llama", "qwen2", "gemma3")
@@ -294,3 +294,23 @@ def test_the_vote_needs_three_and_finds_the_one_who_decides():
     assert voted_out(["a", "b", "d"], read) is None
     answer = asked([sender(f) for f in OTHERS], Terms(vote=True))
     assert sum(cause == "guard" for cause in lost(answer).values()) <= 1
+
+
+@pytest.mark.parametrize("taught", [{"tail": 1}, {"sink": "receiver"}, {"tail": 3}])
+def test_a_fuser_is_heard_as_it_was_taught(taught):
+    """The part of the prompt that its fuser's training read alone is read alone here."""
+    fuser, ids = fuser_of("llama", "qwen3", **taught), receiver().tokenizer.encode(PROMPT)
+    # The same ids at both ends: what travels is 16 bits wide, hence a sender that hands over all.
+    piece = piece_of("llama", room("llama")[0].tokenizer.encode(PROMPT))
+    answer = asked([Sender(room("llama")[1], lambda request: piece, fuser, "llama")])
+    wanted = prefixed(*room("qwen3"), ids, [(fuser, piece)])
+    assert torch.equal(answer.logits, wanted.logits[-1])
+    plain = fuser_of("llama", "qwen3")
+    among_all = prefixed(*room("qwen3"), ids, [(plain, piece)])
+    assert not torch.equal(answer.logits, among_all.logits[-1])
+
+
+def test_fusers_taught_differently_are_not_mixed():
+    taught = [sender("llama", fuser=fuser_of("llama", "qwen3", tail=1)), sender("qwen2")]
+    with pytest.raises(Refusal, match="taught with different tail or sink"):
+        asked(taught)

@@ -192,7 +192,7 @@ def test_a_trained_readout_is_heard_between_the_blocks(readouts, text, tmp_path,
 def test_readouts_of_another_model_or_cut_short_are_refused(readouts, text, tmp_path, capsys):
     path, _ = readouts
     made = ["compile", "--text", text, "--out", str(tmp_path / "m.safetensors"), "--readouts"]
-    assert "belong to base" in refused(capsys, *made, path, "--model", "tiny:qwen2")
+    assert "belongs to base" in refused(capsys, *made, path, "--model", "tiny:qwen2")
     short = tmp_path / "short.safetensors"
     short.write_bytes(Path(path).read_bytes()[:-100])
     assert "cut short" in refused(capsys, *made, str(short), *TINY)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -74,27 +75,72 @@ def read_manifest(path: Path) -> FastManifest:
     Refusal
         If the file is missing, cut short or no memory.
     """
+    tree = read_header(path, "memory", FORMAT, "fedloom faast compile")
     try:
-        with safe_open(path, framework="numpy") as file:
-            metadata = file.metadata() or {}
-    except FileNotFoundError as error:
-        raise Refusal(
-            f"memory {path}: no such file; make one with fedloom faast compile"
-        ) from error
-    except (OSError, SafetensorError) as error:
-        raise Refusal(
-            f"memory {path} cannot be read ({error}): it is cut short or no safetensors file"
-        ) from error
-    try:
-        tree = {key: json.loads(value) for key, value in metadata.items()}
-        if tree.pop("format") != FORMAT:
-            raise ValueError("another format")
         places = tuple(int(place) for place in tree.pop("places"))
         return FastManifest(**tree, places=places)
     except (KeyError, TypeError, ValueError) as error:
         raise Refusal(
             f"memory {path} is no {FORMAT} file: expected one of fedloom faast compile"
         ) from error
+
+
+def read_header(path: Path, what: str, form: str, maker: str) -> dict[str, Any]:
+    """Read what a file of ours says of itself, without its tensors.
+
+    Parameters
+    ----------
+    what
+        Names the file in a refusal.
+    form
+        The format that it must have.
+    maker
+        The command that makes such files.
+
+    Raises
+    ------
+    Refusal
+        If it is missing, cut short or of another format.
+    """
+    try:
+        with safe_open(path, framework="numpy") as file:
+            metadata = file.metadata() or {}
+    except FileNotFoundError as error:
+        raise Refusal(f"{what} {path}: no such file; make one with {maker}") from error
+    except (OSError, SafetensorError) as error:
+        raise Refusal(
+            f"{what} {path} cannot be read ({error}): it is cut short or no safetensors file"
+        ) from error
+    try:
+        tree = {key: json.loads(value) for key, value in metadata.items()}
+        if tree.pop("format") != form:
+            raise ValueError("another format")
+    except (KeyError, TypeError, ValueError) as error:
+        raise Refusal(f"{what} {path} is no {form} file: expected one of {maker}") from error
+    return tree
+
+
+def check_owner(
+    path: Path, what: str, manifest: Any, base: str, tokenizer: str, advice: str
+) -> None:
+    """Refuse a file of another model.
+
+    Parameters
+    ----------
+    manifest
+        Has the hashes ``base`` and ``tokenizer``.
+    base, tokenizer
+        Hashes of the model at hand.
+    """
+    for name, came, wanted in (
+        ("base", manifest.base, base),
+        ("tokenizer", manifest.tokenizer, tokenizer),
+    ):
+        if came != wanted:
+            raise Refusal(
+                f"{what} {path} belongs to {name} {str(came)[:16]}, this one is {wanted[:16]}:"
+                f" {advice}"
+            )
 
 
 def load_memory(path: Path, model: PreTrainedModel, *, base: str, tokenizer: str) -> FastMemory:
@@ -111,15 +157,8 @@ def load_memory(path: Path, model: PreTrainedModel, *, base: str, tokenizer: str
         If the file is of another model, or does not hold what its manifest says.
     """
     manifest = read_manifest(path)
-    for what, came, wanted in (
-        ("base", manifest.base, base),
-        ("tokenizer", manifest.tokenizer, tokenizer),
-    ):
-        if came != wanted:
-            raise Refusal(
-                f"memory {path} belongs to {what} {str(came)[:16]}, this one is {wanted[:16]}: use"
-                " the model that it was compiled with, or compile it anew"
-            )
+    advice = "use the model that it was compiled with, or compile it anew"
+    check_owner(path, "memory", manifest, base, tokenizer, advice)
     try:
         tensors = load_tensors(path.read_bytes())
     except SafetensorError as error:

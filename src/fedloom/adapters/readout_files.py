@@ -12,11 +12,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
 from fedloom import __version__, states
+from fedloom.adapters.fast_files import check_owner, read_header
 from fedloom.adapters.fast_weights import ReadOut
 from fedloom.errors import Refusal
 
@@ -68,22 +69,10 @@ def read_readout_manifest(path: Path) -> ReadOutManifest:
     Refusal
         If the file is missing, cut short or no such file.
     """
+    tree = read_header(path, "read-outs", FORMAT, "fedloom faast train-readout")
     try:
-        with safe_open(path, framework="numpy") as file:
-            metadata = file.metadata() or {}
-        tree = {key: json.loads(value) for key, value in metadata.items()}
-        if tree.pop("format") != FORMAT:
-            raise ValueError("another format")
         places = tuple(int(place) for place in tree.pop("places"))
         return ReadOutManifest(**tree, places=places)
-    except FileNotFoundError as error:
-        raise Refusal(
-            f"read-outs {path}: no such file; make one with fedloom faast train-readout"
-        ) from error
-    except (OSError, SafetensorError) as error:
-        raise Refusal(
-            f"read-outs {path} cannot be read ({error}): it is cut short or no safetensors file"
-        ) from error
     except (KeyError, TypeError, ValueError) as error:
         raise Refusal(
             f"read-outs {path} is no {FORMAT} file: expected one of fedloom faast train-readout"
@@ -104,15 +93,7 @@ def load_readouts(path: Path, *, base: str, tokenizer: str) -> dict[int, ReadOut
         If they were trained on another model, or the file does not hold what it says.
     """
     manifest = read_readout_manifest(path)
-    for what, came, wanted in (
-        ("base", manifest.base, base),
-        ("tokenizer", manifest.tokenizer, tokenizer),
-    ):
-        if came != wanted:
-            raise Refusal(
-                f"read-outs {path} belong to {what} {str(came)[:16]}, this one is {wanted[:16]}:"
-                " train them on this model"
-            )
+    check_owner(path, "read-outs", manifest, base, tokenizer, "train them on this model")
     try:
         tensors = load_tensors(path.read_bytes())
     except SafetensorError as error:
