@@ -86,7 +86,7 @@ class FedNL(AdapterStrategy):
     def _stepped(self, start: Arrays, made: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
         if self.config.server.rule != "mean":
             return made
-        return self._step.step(start, made)
+        return self._step.step(start, made, self.server_round, self.config.rounds)
 
     def usable(self, come: int) -> int:
         """Count good replies; where clients are drawn in secret, a round of noise is one, too."""

@@ -28,25 +28,31 @@ class ServerStep:
         self.velocity: dict[str, NDArray[np.float64]] | None = None
         self.moments: rules.Moments | None = None
 
-    def step(self, start: Arrays, averaged: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    def step(
+        self,
+        start: Arrays,
+        averaged: dict[str, NDArray[Any]],
+        server_round: int = 1,
+        rounds: int = 1,
+    ) -> dict[str, NDArray[Any]]:
         """Return the new arrays; without an optimiser and at rate 1 they are the mean itself."""
         config = self._config
+        lora, memory = config.rates(server_round, rounds)
+        rate = {name: memory if rules.is_memory_array(name) else lora for name in averaged}
         if config.optimizer == "adam":
             made, self.moments = rules.adam(
                 start,
                 averaged,
                 self.moments,
-                rate=config.learning_rate,
+                rate=rate,
                 beta1=config.momentum,
                 beta2=config.second_momentum,
                 tau=config.adaptivity,
             )
             return made
-        if not config.momentum and config.learning_rate == 1:
+        if not config.momentum and all(each == 1 for each in rate.values()):
             return averaged
-        made, self.velocity = rules.momentum(
-            start, averaged, self.velocity, config.momentum, config.learning_rate
-        )
+        made, self.velocity = rules.momentum(start, averaged, self.velocity, config.momentum, rate)
         return made
 
     def state(self) -> State:

@@ -109,6 +109,61 @@ def test_a_curriculum_shares_the_rows_out_from_short_to_long(needles):
     assert len(flat) == 9
 
 
+def test_stages_of_a_curriculum_repeat_their_rows(needles):
+    config = needles.replaced(train__curriculum=True, train__curriculum_stages=3, rounds=7)
+    rounds = [task_of(config).lessons(number) for number in range(1, 8)]
+    assert [rounds.index(rows) for rows in rounds] == [0, 0, 0, 3, 3, 5, 5]
+    flat = [row for rows in (rounds[0], rounds[3], rounds[5]) for row in rows]
+    assert len(flat) == 9
+    assert sorted(flat, key=length) == flat
+
+
+def test_a_lesson_of_sentences_asks_once_and_tells_the_rest_again(needles):
+    task = task_of(needles.replaced(niah__lessons="sentences"))
+    orders = set()
+    for example, row in zip(task._train, task.lessons(1), strict=True):
+        context, _, asked = text_of(row).partition("\n\nQuestion:")
+        first, *again = said(row)
+        assert first == example.value
+        values = {value for _, _, value in example.asks}
+        assert {first, *again} == values
+        assert len(again) == len(values) - 1
+        for _, stem, value in example.asks:
+            assert context.count(value) == asked.count(value) == 1
+            assert f"{stem} {value}" in asked
+        told = [value for _, _, value in example.asks]
+        orders.add(tuple(told.index(value) for value in again))
+    assert len(orders) > 3  # not always as they stood
+    assert task.lessons(1) == task.lessons(1)
+
+
+def test_sentences_leave_a_counter_its_one_question(needles):
+    config = needles.replaced(niah__lessons="sentences")
+    for row in task_of(config, partition=1).lessons(1):
+        assert len(said(row)) == 1
+        assert "modulo 8, is" in text_of(row)
+
+
+def test_unlisted_values_are_scored_after_the_bare_question(needles):
+    config = needles.replaced(niah__listed=False)
+    base = load_base(config.model.source)
+    task = task_of(config)
+    for example, score in zip(task._test, task.score_rows(), strict=True):
+        row = encode(example, base.tokenizer)
+        assert score.tokens == len(row.open_ids) < len(row.prompt_ids)
+        prompt = [*row.open_ids, *row.stem_ids]
+        likely = []
+        for option in row.answer_ids:
+            with torch.no_grad():
+                logits = base.model(torch.tensor([[*prompt, *option]]), use_cache=False).logits[0]
+            said_ids = torch.tensor(option)
+            likely.append(-F.cross_entropy(logits[len(prompt) - 1 : -1], said_ids, reduction="sum"))
+        among = torch.stack(likely).log_softmax(0)
+        assert score.letter_ce == pytest.approx(-float(among[row.gold]), abs=1e-3)
+    for row in task.lessons(1):
+        assert "option" not in text_of(row)
+
+
 def test_a_needles_score_is_that_of_its_four_values_written_out(needles):
     config = needles.replaced(memory__window=32, memory__gate_init=0.0)
     base = load_base(config.model.source)

@@ -109,6 +109,23 @@ def test_memory_rate_moves_the_gates_alone(adapter):
     assert max(v for n, v in moved.items() if ".lora_" in n) < 1e-6
 
 
+def test_a_step_of_sgd_is_the_clipped_gradient(adapter):
+    start, loss = adapter.arrays(), loss_on(adapter)
+    value, _ = loss(rows(6))
+    value.backward()
+    gradients = {n: p.grad.clone() for n, p in adapter.parameters().items()}
+    norm = torch.stack([g.square().sum() for g in gradients.values()]).sum().sqrt()
+    config = TrainConfig(
+        optimizer="sgd", max_steps=1, batch_size=6, clip_norm=0.5 * float(norm),
+        learning_rate=0.1, memory_learning_rate=0.3,
+    )  # fmt: skip
+    train_locally(adapter, rows(6), loss, length, config, seed=1)
+    for name, array in adapter.arrays().items():
+        rate = 0.3 if ".memory." in name else 0.1
+        want = start[name] - rate * 0.5 * gradients[name].numpy()
+        np.testing.assert_allclose(array, want, rtol=1e-4, atol=1e-7)
+
+
 def test_answer_logits_are_those_after_each_prompt_alone(adapter):
     model = adapter.model.get_base_model()
     prompts = [row.prompt_ids for row in rows(5)]

@@ -21,8 +21,9 @@ from flwr.common.serde import recorddict_to_proto
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fedloom import border, seeds
-from fedloom.adapters.attach import attach, is_memory_array
+from fedloom.adapters.attach import attach
 from fedloom.config import RunConfig
+from fedloom.rules import is_memory_array
 from fedloom.training import TrainingReport
 
 CLIENTS, ROUNDS = 7, 2  # the paper's needle run (section 3.5)

@@ -20,9 +20,10 @@ from flwr.common.serde import recorddict_to_proto
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fedloom import __version__, border, seeds
-from fedloom.adapters.attach import attach, is_memory_array
+from fedloom.adapters.attach import attach
 from fedloom.config import RunConfig
 from fedloom.rounding import CODES
+from fedloom.rules import is_memory_array
 from fedloom.training import TrainingReport
 
 LAYERS = 30

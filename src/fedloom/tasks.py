@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from fedloom import seeds
 from fedloom.adapters.memory import MemoryCache
 from fedloom.config import RunConfig
-from fedloom.data.niah import NeedleExample, encode_lesson
-from fedloom.data.niah.encode import EncodedNeedle
+from fedloom.data.niah import NeedleExample, encode_lesson, encode_retelling
+from fedloom.data.niah.encode import EncodedLesson, EncodedNeedle
 from fedloom.data.partition import client_rows
 from fedloom.data.prompts import Encoded
 from fedloom.data.questions import Question
@@ -51,20 +52,33 @@ class Task:
 
     def lessons(self, server_round: int) -> list[Lesson]:
         """Return what is learnt from in a round: all training rows, or the curriculum's share."""
-        rows = [self._lesson(example) for example in self._train]
-        if not self.config.train.curriculum or server_round > self.config.rounds:
+        rows, train, rounds = (
+            list(map(self._lesson, self._train)),
+            self.config.train,
+            self.config.rounds,
+        )
+        if not train.curriculum or server_round > rounds:
             return rows
+        stages = train.curriculum_stages or rounds
+        stage = (server_round - 1) * stages // rounds
         rows.sort(key=length)
-        first, last = ((server_round - n) * len(rows) // self.config.rounds for n in (1, 0))
+        first, last = ((stage + n) * len(rows) // stages for n in (0, 1))
         return rows[first:last] or rows[first : first + 1]
 
     def _lesson(self, example: Any) -> Lesson:
         if isinstance(example, NeedleExample):
-            told = encode_lesson(
-                example, self.base.tokenizer, options=example.index >= 0 and example.index % 2 == 0
-            )
+            told = self._told(example)
             return Labelled(told.ids, told.labels)
         return encode(example, self.base.tokenizer, self.config.data.max_tokens)
+
+    def _told(self, example: NeedleExample) -> EncodedLesson:
+        niah, tokenizer = self.config.niah, self.base.tokenizer
+        if niah.lessons == "sentences":
+            random = seeds.generator(self.config.seed, example.row(), "retelling")
+            order = random.permutation(len(example.asks)).tolist()
+            return encode_retelling(example, tokenizer, order)
+        listed = niah.listed and example.index >= 0 and example.index % 2 == 0
+        return encode_lesson(example, tokenizer, options=listed)
 
     def loss(self, batch: Sequence[Lesson], trunk: Trunk | None = None) -> tuple[Tensor, int]:
         """Return a batch's mean loss and its tokens."""
@@ -83,7 +97,8 @@ class Task:
         if self._test and isinstance(self._test[0], NeedleExample):
             needles = cast("list[NeedleExample]", self._test)
             pairs = zip(cast("list[EncodedNeedle]", rows), needles, strict=True)
-            return [score_needle(self.base.model, row, place_of(example)) for row, example in pairs]
+            listed = self.config.niah.listed
+            return [score_needle(self.base.model, row, place_of(x), listed) for row, x in pairs]
         size = self.config.evaluation.batch_size
         return score_rows(self.base.model, rows, batch_size=size, trunk=trunk)
 
@@ -105,16 +120,19 @@ def place_of(example: NeedleExample) -> Place:
     return Place(depth=example.budget, distance=example.distance, nearest=example.nearest)
 
 
-def score_needle(model: PreTrainedModel, row: EncodedNeedle, place: Place) -> RowScore:
+def score_needle(
+    model: PreTrainedModel, row: EncodedNeedle, place: Place, listed: bool = True
+) -> RowScore:
     """Ask for the likeliest of the four options, each a value of the haystack.
+
+    ``listed`` says whether the prompt lists them.
 
     ``first_token_correct`` says whether the likeliest token of all begins the right value.
     """
     with torch.inference_mode():
         cache: DynamicCache = MemoryCache(model.config)
-        scores, top = candidate_scores(
-            model, (*row.prompt_ids, *row.stem_ids), row.answer_ids, cache
-        )
+        asked = row.prompt_ids if listed else row.open_ids
+        scores, top = candidate_scores(model, (*asked, *row.stem_ids), row.answer_ids, cache)
     among = scores.log_softmax(0)
     return RowScore(
         row=row.name(),
@@ -123,6 +141,6 @@ def score_needle(model: PreTrainedModel, row: EncodedNeedle, place: Place) -> Ro
         first_token_correct=top == row.answer_ids[row.gold][0],
         gold_ce=-float(scores[row.gold]) / len(row.answer_ids[row.gold]),
         letter_ce=-float(among[row.gold]),
-        tokens=len(row.prompt_ids),
+        tokens=len(asked),
         place=place,
     )

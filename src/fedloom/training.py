@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from fedloom import seeds
-from fedloom.adapters.attach import is_memory_array
 from fedloom.config import TrainConfig
 from fedloom.errors import Refusal
+from fedloom.rules import is_memory_array
 
 Example = TypeVar("Example")
 _POOL = 8  # batches that are sorted by length together, to pad little and still shuffle well
@@ -177,9 +177,9 @@ def _optimiser(named: dict[str, nn.Parameter], config: TrainConfig) -> torch.opt
         {"params": [p for n, p in named.items() if is_memory_array(n) == memory], "lr": rate}
         for memory, rate in ((False, config.learning_rate), (True, memory_rate))
     ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]], weight_decay=config.weight_decay
-    )
+    groups = [group for group in groups if group["params"]]
+    kind = torch.optim.SGD if config.optimizer == "sgd" else torch.optim.AdamW
+    return kind(groups, weight_decay=config.weight_decay)
 
 
 def _backward(value: Tensor, optimiser: torch.optim.Optimizer) -> None:

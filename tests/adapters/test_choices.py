@@ -7,11 +7,12 @@ import torch
 import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fedloom.adapters.attach import attach, is_memory_array
+from fedloom.adapters.attach import attach
 from fedloom.adapters.memory import DeltaMemory, MemoryCache
 from fedloom.config import MemoryConfig, RunConfig
 from fedloom.errors import Refusal
 from fedloom.models import tiny
+from fedloom.rules import is_memory_array
 
 from grafts import HEARD, logits
 

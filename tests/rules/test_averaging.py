@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from fedloom import rules
 from fedloom.config import ServerConfig
+from fedloom.errors import Refusal
 from fedloom.rules import ControlSum, control_names, only_controls, without_controls
 from fedloom.strategies.server_step import ServerStep
 from fedloom.wire import Update
@@ -93,3 +94,40 @@ def test_without_controls_an_update_passes_with_every_bit():
     assert passed.weight == 7
     assert np.array_equal(passed.sums["w"], update.sums["w"])
     assert sums.moved() == {}
+
+
+def test_the_memory_has_a_rate_of_its_own_on_the_server():
+    names = ("a.lora_A.weight", "a.memory.gate.logit")
+    start = {name: np.zeros(2) for name in names}
+    config = ServerConfig(rule="mean", learning_rate=0.5, memory_learning_rate=0.25)
+    made = ServerStep(config).step(start, {name: np.ones(2) for name in names})
+    assert [array.tolist() for array in made.values()] == [[0.5, 0.5], [0.25, 0.25]]
+
+
+def test_the_servers_rates_grow_hold_and_fall():
+    """Eleven rounds: two to grow, half of them held, then evenly to a tenth."""
+    config = ServerConfig(
+        rule="mean", learning_rate=0.8, memory_learning_rate=8.0, warmup=2, hold=0.5, last_rate=0.1
+    )
+    rates = [config.rates(n, 11) for n in (1, 2, 6, 11, 12)]
+    assert [lora for lora, _ in rates] == pytest.approx([0.4, 0.8, 0.8, 0.08, 0.08])
+    assert [memory for _, memory in rates] == pytest.approx([4.0, 8.0, 8.0, 0.8, 0.8])
+    falling = [config.rates(n, 11)[0] for n in range(6, 12)]
+    assert np.diff(falling) == pytest.approx([-0.144] * 5)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"warmup": 3}, {"last_rate": 0.5}, {"memory_learning_rate": 0.1}]
+)
+def test_a_server_that_steps_needs_the_mean_of_factors(settings):
+    with pytest.raises(Refusal, match="mean nothing"):
+        ServerConfig(rule="svd", **settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"warmup": -1}, {"hold": 1.0}, {"last_rate": 0.0}, {"memory_learning_rate": -0.1}],
+)
+def test_a_schedule_that_cannot_be_is_refused(settings):
+    with pytest.raises(Refusal, match=r"expected (at least|above)"):
+        ServerConfig(rule="mean", **settings)

@@ -274,11 +274,6 @@ def _layers(base: PreTrainedModel, last: int) -> list[int]:
     return list(range(count - (last or count), count))
 
 
-def is_memory_array(name: str) -> bool:
-    """Whether an array belongs to the memory (gates, taps) rather than to LoRA."""
-    return ".memory." in name
-
-
 def attach(model: PreTrainedModel, config: RunConfig, sample: Sequence[int] = ()) -> Adapter:
     """Hang LoRA and memory on a frozen model; same seed, same start on any machine.
 

@@ -19,6 +19,9 @@ WITH_SIDE = ("flora", "fedex")
 class TrainConfig:
     """One client's work in one round. Optimiser state is fresh each round and never leaves."""
 
+    optimizer: str = "adamw"
+    """``adamw``, or plain ``sgd``: one step of it at ``max-steps = 1`` sends the clipped gradient
+    times the rate, and with ``server.optimizer = "adam"`` a run is then Adam over all clients."""
     epochs: int = 1
     max_steps: int = 0
     """Stop a client's round after so many optimiser steps; 0 is whole epochs."""
@@ -37,6 +40,8 @@ class TrainConfig:
     """Cut back-propagation through the memory every so many chunks; 0 is full BPTT."""
     curriculum: bool = False
     """A client's rows are sorted by length and shared out over the rounds, the short ones first."""
+    curriculum_stages: int = 0
+    """Share them out over so many stretches of rounds instead: within one, rows come again."""
     keep_trunk: int = 0
     """With ``last-layers``: megabytes for the hidden states below the adapted layers, which are
     frozen; a row's are then computed once. 0 computes them anew each time."""
@@ -44,6 +49,8 @@ class TrainConfig:
     """Recompute activations in the backward pass: less memory, more time."""
 
     def __post_init__(self) -> None:
+        one_of("train.optimizer", self.optimizer, ("adamw", "sgd"))
+        at_least("train.curriculum-stages", self.curriculum_stages, 0)
         at_least("train.epochs", self.epochs, 1)
         at_least("train.max-steps", self.max_steps, 0)
         at_least("train.batch-size", self.batch_size, 1)
@@ -110,6 +117,26 @@ class ServerConfig:
     """FedAdam's tau, in the denominator: how small a step still counts as one."""
     learning_rate: float = 1.0
     """How far the server goes along its step; 1 without an optimiser is the mean itself."""
+    memory_learning_rate: float = 0.0
+    """The same for gates and taps; 0 uses ``learning-rate``."""
+    warmup: int = 0
+    """Both rates grow evenly over so many rounds first."""
+    hold: float = 0.0
+    """Share of the rounds through which the rates stay before they fall to ``last-rate``."""
+    last_rate: float = 1.0
+    """The share of them that is left in the last round."""
+
+    def rates(self, server_round: int, rounds: int) -> tuple[float, float]:
+        """Return one round's rates, for LoRA and for the memory.
+
+        >>> ServerConfig(rule="mean", learning_rate=0.4, warmup=2, last_rate=0.5).rates(1, 3)
+        (0.2, 0.2)
+        """
+        gone = min(server_round - 1, rounds - 1) / max(rounds - 1, 1)
+        fallen = max(0.0, gone - self.hold) / max(1 - self.hold, 1e-9)
+        share = min(1.0, server_round / max(self.warmup, 1)) * (1 - fallen * (1 - self.last_rate))
+        memory = self.memory_learning_rate or self.learning_rate
+        return share * self.learning_rate, share * memory
 
     def __post_init__(self) -> None:
         one_of("server.rule", self.rule, RULES)
@@ -120,6 +147,12 @@ class ServerConfig:
         for key, value in (("adaptivity", self.adaptivity), ("learning-rate", self.learning_rate)):
             if not value > 0:
                 raise Refusal(f"server.{key} = {value}: expected a positive number")
+        at_least("server.memory-learning-rate", self.memory_learning_rate, 0)
+        at_least("server.warmup", self.warmup, 0)
+        if not 0 <= self.hold < 1:
+            raise Refusal(f"server.hold = {self.hold}: expected at least 0 and below 1")
+        if not 0 < self.last_rate <= 1:
+            raise Refusal(f"server.last-rate = {self.last_rate}: expected above 0 and at most 1")
         if self.rule != "mean" and (name := self._stepping()):
             raise Refusal(
                 f'{name} with server.rule = "{self.rule}": steps between factors of different'
@@ -138,4 +171,8 @@ class ServerConfig:
             return f'server.optimizer = "{self.optimizer}"'
         if self.momentum:
             return f"server.momentum = {self.momentum}"
+        if self.memory_learning_rate:
+            return f"server.memory-learning-rate = {self.memory_learning_rate}"
+        if self.warmup or self.last_rate != 1:
+            return f"server.warmup = {self.warmup} and server.last-rate = {self.last_rate}"
         return "" if self.learning_rate == 1 else f"server.learning-rate = {self.learning_rate}"

@@ -106,8 +106,10 @@ class NiahConfig:
     train_tokens_max: int = 512
     """Training prompts are of lengths drawn between these two."""
     primer_rows: int = 0
-    """Rows a client learns from besides: one to three events, then filler. With
+    """Rows a client learns from besides: one event, then more, then filler. With
     ``train.curriculum`` they come first, and the memory learns to find one fact before four."""
+    primer_events: int = 3
+    """Events in the last of them; the first have one."""
     primer_tokens: int = 96
     """Tokens of filler in such a row; more than the window, or attention answers."""
     primer_tokens_max: int = 0
@@ -116,6 +118,13 @@ class NiahConfig:
     """Test rows a client for each of ``test-tokens``; FedNL has 5."""
     test_tokens: str = "512,1024,2048"
     """Lengths of the test prompts; FedNL has 1024 to 16384."""
+    listed: bool = True
+    """Whether the four values are listed below the question. Without, they are only scored: what
+    the model is asked of is the haystack alone."""
+    lessons: str = "questions"
+    """What a training row asks after its context: ``questions`` are asked as in a test;
+    ``sentences`` says all events but one again, in another order and as they were told, which
+    costs a third of the tokens, and then asks for that one as in a test."""
     depths: str = "0.1,0.3,0.5,0.7"
     """Where events stand, as fractions of the filler; each is asked for equally often. Fewer than
     four get distractors at random depths; a counter's events are spread evenly."""
@@ -126,11 +135,13 @@ class NiahConfig:
         for key, count in (
             ("niah.train-rows", self.train_rows),
             ("niah.test-rows", self.test_rows),
+            ("niah.primer-events", self.primer_events),
             ("niah.primer-tokens", self.primer_tokens),
             ("niah.train-tokens-min", self.train_tokens_min),
         ):
             at_least(key, count, 1)
         at_least("niah.primer-rows", self.primer_rows, 0)
+        one_of("niah.lessons", self.lessons, ("questions", "sentences"))
         at_least("niah.train-tokens-max", self.train_tokens_max, self.train_tokens_min)
         if self.primer_tokens_max:
             at_least("niah.primer-tokens-max", self.primer_tokens_max, self.primer_tokens)

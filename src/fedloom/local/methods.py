@@ -7,14 +7,13 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from fedloom.adapters.attach import is_memory_array
 from fedloom.config import RunConfig
 from fedloom.local.ala import FedALA
 from fedloom.local.personal import Ditto, FineTune
 from fedloom.local.scaffold import Scaffold
 from fedloom.local.ssi import FedSSI
 from fedloom.local.work import Plain
-from fedloom.rules.exchange import travels
+from fedloom.rules.exchange import is_memory_array, travels
 from fedloom.wire import Arrays
 
 METHODS: dict[str, type[Plain]] = {

@@ -12,6 +12,7 @@ from fedloom.rules.controls import control_names as control_names
 from fedloom.rules.controls import only_controls as only_controls
 from fedloom.rules.controls import without_controls as without_controls
 from fedloom.rules.exchange import Exchange as Exchange
+from fedloom.rules.exchange import is_memory_array as is_memory_array
 from fedloom.rules.exchange import is_side_array as is_side_array
 from fedloom.rules.factors import Factors as Factors
 from fedloom.rules.factors import Spectrum as Spectrum

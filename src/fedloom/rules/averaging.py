@@ -6,7 +6,7 @@ The mean's step away from the round's start may also feed a server optimiser, as
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedloom.wire import Arrays, Update
+
+Rate = float | Mapping[str, float]
+"""One for all arrays, or by their names."""
 
 
 def total(updates: Iterable[Update]) -> Update:
@@ -46,7 +49,7 @@ def mean(updates: Iterable[Update], like: Arrays) -> dict[str, NDArray[Any]]:
 
 
 def momentum(
-    start: Arrays, averaged: Arrays, velocity: Arrays | None, factor: float, rate: float = 1.0
+    start: Arrays, averaged: Arrays, velocity: Arrays | None, factor: float, rate: Rate = 1.0
 ) -> tuple[dict[str, NDArray[Any]], dict[str, NDArray[np.float64]]]:
     """Take a server step with momentum (FedAvgM, arXiv 1909.06335): ``v <- factor v + d``.
 
@@ -63,7 +66,7 @@ def momentum(
     for name, mean_array in averaged.items():
         before, step = _step(start[name], mean_array)
         kept[name] = step + factor * velocity[name] if velocity is not None else step
-        fresh[name] = (before + rate * kept[name]).astype(mean_array.dtype)
+        fresh[name] = (before + _rate_of(name, rate) * kept[name]).astype(mean_array.dtype)
     return fresh, kept
 
 
@@ -80,7 +83,7 @@ def adam(
     averaged: Arrays,
     moments: Moments | None,
     *,
-    rate: float,
+    rate: Rate,
     beta1: float = 0.9,
     beta2: float = 0.99,
     tau: float = 1e-3,
@@ -106,9 +109,13 @@ def adam(
         v = moments.second[name] if moments is not None else np.full_like(step, tau**2)
         first[name] = beta1 * m + (1 - beta1) * step
         second[name] = beta2 * v + (1 - beta2) * np.square(step)
-        moved = before + rate * first[name] / (np.sqrt(second[name]) + tau)
+        moved = before + _rate_of(name, rate) * first[name] / (np.sqrt(second[name]) + tau)
         fresh[name] = moved.astype(mean_array.dtype)
     return fresh, Moments(first, second)
+
+
+def _rate_of(name: str, rate: Rate) -> float:
+    return rate[name] if isinstance(rate, Mapping) else rate
 
 
 def _step(

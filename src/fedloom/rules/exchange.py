@@ -45,6 +45,11 @@ def is_side_array(name: str) -> bool:
     return name.endswith((SIDE_A, SIDE_B))
 
 
+def is_memory_array(name: str) -> bool:
+    """Whether an array belongs to the memory (gates, taps) rather than to LoRA."""
+    return ".memory." in name
+
+
 def travels(config: RunConfig, name: str) -> bool:
     """Whether a trainable array is ever in a training message; what is not is the node's own."""
     if module_of(name) is None:

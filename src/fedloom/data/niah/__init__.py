@@ -9,4 +9,5 @@ from fedloom.data.niah.encode import EncodedLesson as EncodedLesson
 from fedloom.data.niah.encode import EncodedNeedle as EncodedNeedle
 from fedloom.data.niah.encode import encode_lesson as encode_lesson
 from fedloom.data.niah.encode import encode_needle as encode_needle
+from fedloom.data.niah.encode import encode_retelling as encode_retelling
 from fedloom.data.niah.examples import NeedleExample as NeedleExample

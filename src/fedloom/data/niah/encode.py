@@ -144,6 +144,7 @@ def encode_lesson(example: Asks, tokenizer: Encodes, *, options: bool = True) ->
         Whether to ask the one question with its options, or every event's without any.
     """
     letters = letter_tokens(tokenizer)
+    ids = [*letters.opening, *tokenizer.encode(example.context, add_special_tokens=False)]
     listing = options or not example.asks
     asked = [(asking(q, (), letters.cue), stem, value) for q, stem, value in example.asks]
     if listing:  # and alone: the others' answers would leave one option that was not just said
@@ -151,15 +152,48 @@ def encode_lesson(example: Asks, tokenizer: Encodes, *, options: bool = True) ->
         gold = answer(example.options[example.gold], LETTERS[example.gold])
         listed = asking(example.question, example.options, letters.cue)
         asked.append((listed, example.stem, gold))
-    ids = [*letters.opening, *tokenizer.encode(example.context, add_special_tokens=False)]
     labels: list[int] = []
     for question, stem, said in asked:
-        ids += tokenizer.encode(f"\n\n{question}", add_special_tokens=False)
-        ids += _after_cue(stem, tokenizer)
-        answered = _after_stem(stem, said, tokenizer)
-        labels += range(len(ids), len(ids) + len(answered))
-        ids += answered
+        _ask(ids, labels, question, stem, said, tokenizer)
     return EncodedLesson(tuple(ids), tuple(labels))
+
+
+def encode_retelling(example: Asks, tokenizer: Encodes, order: Sequence[int]) -> EncodedLesson:
+    """Encode a haystack, its question with the answer, and all other events told again.
+
+    Sentences cost a third of questions and teach the same binding. The question comes first: after
+    them, the right value would be the one that was not just said.
+
+    Parameters
+    ----------
+    order
+        Indices of the events with a question of their own, as they are to be told again.
+    """
+    letters = letter_tokens(tokenizer)
+    ids = [*letters.opening, *tokenizer.encode(example.context, add_special_tokens=False)]
+    labels: list[int] = []
+    gold = example.options[example.gold]
+    _ask(ids, labels, asking(example.question, (), letters.cue), example.stem, gold, tokenizer)
+    end = tokenizer.encode(".", add_special_tokens=False)
+    for _, stem, value in (example.asks[index] for index in order):
+        if value != gold:
+            ids += [*end, *_after_cue(stem, tokenizer)]
+            _answer(ids, labels, _after_stem(stem, value, tokenizer))
+    return EncodedLesson(tuple(ids), tuple(labels))
+
+
+def _ask(
+    ids: list[int], labels: list[int], question: str, stem: str, said: str, tokenizer: Encodes
+) -> None:
+    """Add a question and its answer, of which what comes after the stem is to be learnt."""
+    ids += tokenizer.encode(f"\n\n{question}", add_special_tokens=False)
+    ids += _after_cue(stem, tokenizer)
+    _answer(ids, labels, _after_stem(stem, said, tokenizer))
+
+
+def _answer(ids: list[int], labels: list[int], answered: Sequence[int]) -> None:
+    labels += range(len(ids), len(ids) + len(answered))
+    ids += answered
 
 
 def _after_cue(text: str, tokenizer: Encodes) -> tuple[int, ...]:

@@ -195,7 +195,7 @@ def _draft(niah: NiahConfig, seed: int, kind: str, side: str, index: int, budget
 
 
 def _primers(niah: NiahConfig, seed: int, kind: str, tokenizer: Encodes) -> list[_Draft]:
-    """Draft first lessons: one event, then two, then three, and more and more filler after them.
+    """Draft first lessons: one event, then two and more, and more and more filler after them.
 
     What is left of the row asks for one fact just out of the window's sight, until the memory can
     find that; the wrong options of such rows are in events that were left out.
@@ -206,7 +206,7 @@ def _primers(niah: NiahConfig, seed: int, kind: str, tokenizer: Encodes) -> list
     for i, filler in enumerate(map(int, growing)):
         index = -1 - i  # a stream of its own: an ordinary row's index is 0 or more
         whole = _draft(niah, seed, kind, "train", index, 0)
-        few = shortened(whole.story, 1 + 3 * i // niah.primer_rows)
+        few = shortened(whole.story, 1 + niah.primer_events * i // niah.primer_rows)
         depths = tuple(0.0 for _ in few.events)
         draft = replace(whole, story=few, depths=depths, primer=True)
         room = filler + _bare_tokens(draft, tokenizer)
