@@ -92,6 +92,44 @@ class _Same(FedNLClient):
         return super().fit(parameters, config)
 
 
+def test_gradients_of_many_clients_under_adam_are_one_optimiser_over_all_rows(recipe):
+    """Against a loop of its own: one step a round on every client's rows at once."""
+    config = recipe(
+        rounds=3, data__max_train=4, train__optimizer="sgd", train__max_steps=1,
+        train__batch_size=1000,
+        train__clip_norm=0.0, train__learning_rate=1.0, server__rule="mean",
+        server__optimizer="adam", server__momentum=0.9, server__adaptivity=1e-3,
+        server__learning_rate=2e-3, server__memory_learning_rate=2e-2, server__warmup=2,
+        server__last_rate=0.5,
+    )  # fmt: skip
+    run_in_process(config)
+    bench = workbench(config)
+    bench.adapter.reset()
+    tasks = [Task(config, bench.base, partition) for partition in range(config.clients.count)]
+    held = [row for task in tasks for row in task.lessons(1)]
+    named = bench.adapter.parameters()
+    first = {n: torch.zeros_like(p) for n, p in named.items()}
+    second = {n: torch.full_like(p, 1e-6) for n, p in named.items()}
+    for share in (0.5, 0.75, 0.5):  # warming up, then falling
+        losses = []
+        for row in held:
+            logits = bench.base.model(torch.tensor([row.prompt_ids]), use_cache=False).logits[0, -1]
+            losses.append(-logits.log_softmax(0)[row.letter_ids[row.gold]])
+        bench.adapter.model.zero_grad()
+        torch.stack(losses).mean().backward()
+        with torch.no_grad():
+            for name, p in named.items():
+                first[name] = 0.9 * first[name] - 0.1 * p.grad
+                second[name] = 0.99 * second[name] + 0.01 * p.grad**2
+                rate = share * (2e-2 if ".memory." in name else 2e-3)
+                p += rate * first[name] / (second[name].sqrt() + 1e-3)
+    trained, central = adapter_of(config), bench.adapter.arrays()
+    for name, array in central.items():
+        np.testing.assert_allclose(trained[name], array, rtol=0, atol=2e-6, err_msg=name)
+    start = _start(config)
+    assert max(float(np.abs(trained[n] - start[n]).max()) for n in trained) > 1e-3
+
+
 def test_identical_clients_are_one_client(recipe):
     app = ClientApp()
     serve(app, _Same, action="fednl")
