@@ -13,7 +13,9 @@ untrained      the windowed backbone as it is
 unwindowed     the frozen model with full attention: it sees the needles, and was never taught
 =============  ==================================================================================
 
-Only rows count of which no value stands in the window when the question begins.  Run as
+Values are not listed in the prompt: each of four is scored as what follows the question and the
+fact's own words, and all four stand in the haystack.  Only rows count of which no value stands in
+the window when the question begins.  Run as
 ``python benchmarks/fednl/needles.py train|score|table --help``; the last line of ``table`` is one
 JSON object.
 """
@@ -45,7 +47,7 @@ from fedloom.simulations.inprocess import run_in_process
 from fedloom.tasks import Task
 
 RECIPE = Path(__file__).parents[2] / "simulations" / "niah.toml"
-TRAINED = {"fednl": {}, "fedavg": {"baseline": "fedavg"}}
+TRAINED: dict[str, dict[str, Any]] = {"fednl": {}, "fedavg": {"memory__gate": "shut"}}
 CONDITIONS = ("fednl", "state-zeroed", "fedavg", "untrained", "unwindowed")
 CHANCE = 0.25
 
@@ -220,7 +222,7 @@ def main() -> None:
             command.add_argument("--method", choices=tuple(TRAINED), default="fednl")
         else:
             command.add_argument("--condition", choices=CONDITIONS, default="fednl")
-            command.add_argument("--lengths", default="256:8,512:8,1024:8,2048:4")
+            command.add_argument("--lengths", default="256:16,512:8,1024:4")
             command.add_argument("--threads", type=int, default=1)
     given = parser.parse_args()
     given.work(given)
