@@ -13,6 +13,7 @@ import argparse
 import json
 import platform
 import time
+import tracemalloc
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -42,6 +43,7 @@ SETS = {
 CS = tuple(np.logspace(-4, 4, 10).tolist())  # LogisticRegressionCV's own
 FEW_CS = (0.1, 1.0, 10.0, 100.0, 1000.0)  # for who knows that keys have length one
 SHARPNESS = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
+SLOW = 10.0  # seconds of a fit that is not done again to count its bytes
 MARGIN = 0.005  # what "at the probe's accuracy" allows
 
 Keys = NDArray[np.float32]
@@ -237,6 +239,16 @@ def timed(read: Callable[..., Any], *told: Any, repeats: int) -> tuple[Any, floa
     return made, float(np.median(seconds))
 
 
+def peak_of(read: Callable[..., Any], *told: Any) -> int:
+    """Fit once more and count what arrays it held at most, beyond what was there before."""
+    tracemalloc.start()
+    try:
+        read(*told)
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
 def study(
     data: Keyed, shots: int, seed: int, repeats: int, without: Sequence[str]
 ) -> dict[str, dict[str, Any]]:
@@ -258,6 +270,7 @@ def study(
             "seconds": seconds,
             "read_seconds": time.process_time() - start,
             "bytes": sum(x.nbytes for x in fitted.kept),
+            "peak": peak_of(read, k, y, data.label_keys) if seed == 0 and seconds < SLOW else 0,
             "told": fitted.told,
             "rows": len(rows),
             "test": len(test),
@@ -282,6 +295,7 @@ def summary(runs: list[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
             "seconds": float(np.median([run[name]["seconds"] for run in runs])),
             "read_seconds": float(np.median([run[name]["read_seconds"] for run in runs])),
             "bytes": runs[0][name]["bytes"],
+            "peak": max(run[name]["peak"] for run in runs),
             "told": runs[0][name]["told"],
         }
     return made
@@ -295,12 +309,13 @@ def show(
     print(
         f"\n{name}, {title}: {first['rows']} rows, {first['test']} test items, {len(runs)} seeds\n"
     )
-    print("| reader | accuracy % | fit s | read s | bytes | chosen (seed 0) |")
-    print("| --- | --- | --- | --- | --- | --- |")
+    print("| reader | accuracy % | fit s | read s | bytes | peak bytes | chosen (seed 0) |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
     for reader, row in found.items():
         print(
             f"| {reader} | {100 * row['accuracy']:.1f} ± {100 * row['interval']:.1f} |"
-            f" {row['seconds']:.3g} | {row['read_seconds']:.2g} | {row['bytes']} | {row['told']} |",
+            f" {row['seconds']:.3g} | {row['read_seconds']:.2g} | {row['bytes']} |"
+            f" {row['peak'] or '-'} | {row['told']} |",
             flush=True,
         )
 
