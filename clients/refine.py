@@ -26,26 +26,37 @@ from numpy.typing import NDArray
 from fedloom import __version__, border, ciphers
 from fedloom.adapters.fuser import CacheFuser
 from fedloom.clients.bridge import AdapterClient, partition_of
+from fedloom.clients.letters import (
+    NONE,
+    TEXT,
+    answered,
+    cache_letter,
+    message_of,
+    sessions_of,
+    words_letter,
+)
+from fedloom.clients.refine_scores import metrics_of
 from fedloom.config import RunConfig
 from fedloom.data.partition import client_rows
-from fedloom.data.prompts import encode_question, letter_tokens, prompt
+from fedloom.data.prompts import letter_tokens, prompt
 from fedloom.data.questions import Question
 from fedloom.errors import Refusal
-from fedloom.evaluation import ChoiceScores, score_logits
-from fedloom.flat import kebab
+from fedloom.gains import read_gains
 from fedloom.holdings import holdings
 from fedloom.local import fusers
 from fedloom.models.base import Base, load_base
 from fedloom.refining import (
     Answer,
-    Receipt,
+    Log,
     Request,
     Sender,
     SourceLost,
     Terms,
-    export,
+    Written,
+    decide,
     measured,
     refine,
+    refine_selected,
 )
 from fedloom.secure.channel import Channel, session_of
 from fedloom.slices.geometry import Geometry
@@ -55,7 +66,8 @@ log = logging.getLogger(__name__)
 
 Arrays = dict[str, NDArray[Any]]
 _STATE = "fedloom-refine"
-_MOST = 4096  # questions in one message
+UNASKED = "unasked"
+"""Why nothing came of a sender that was not chosen: no fallback."""
 
 
 @dataclass(frozen=True)
@@ -152,27 +164,57 @@ class FedRefineClient(AdapterClient):
         nonce = os.urandom(32)
         self._store(f"nonce-{exchange}", nonce)
         texts, letters, skipped = self._texts(), {}, {}
-        for peer in self._peers(config):
-            sender = self._sender(peer, config)
-            fuser, own = sender.fuser, peer.geometry == measured(self.base)
-            if fuser is None and not own:
-                skipped[peer.partition] = "no-fuser"
+        peers = [(peer, self._sender(peer, config)) for peer in self._peers(config)]
+        choice = self._choose([sender for _, sender in peers], texts, config)
+        for peer, sender in peers:
+            way = given.dtype if choice is None else choice["chosen"].get(sender.name, NONE)
+            if why := _why_not(sender, way, measured(self.base)):
+                skipped[peer.partition] = why
                 continue
-            if fuser is not None and not fuser.open_layers():
-                skipped[peer.partition] = "shut"
-                continue
-            body = {
-                "texts": texts,
-                "layers": list(fuser.sender_layers) if fuser else list(range(peer.geometry.layers)),
-                "scheme": given.dtype,
-                "share": given.keep,
-                "ends": fuser is not None and fuser.config.mode == "residual",
-                "sessions": [session_of(nonce, peer.partition, q).hex() for q in range(len(texts))],
-            }
+            if choice is not None and way == TEXT:
+                body = words_letter(self._bare(), choice["message_tokens"])
+            else:
+                sessions = sessions_of(nonce, peer.partition, len(texts))
+                body = cache_letter(given, texts, sender, way, sessions)
             channel = self._channel(peer.public, exchange, self.partition_id, peer.partition)
-            sealed = channel.seal("question", json.dumps(body).encode(), 0)
+            sealed = channel.seal("question", body, 0)
             letters[f"{peer.partition}"] = np.frombuffer(sealed, np.uint8)
-        return letters, {"skipped": json.dumps(skipped)}
+        told = {"skipped": json.dumps(skipped)}
+        return letters, told if choice is None else told | {"selection": json.dumps(choice)}
+
+    def _choose(
+        self, senders: Sequence[Sender], texts: Sequence[str], config: Mapping[str, Any]
+    ) -> Log | None:
+        """Choose whom to ask, if the run brought gains to go by; keep it for the answer."""
+        if not (told := str(config.get("gains", ""))):
+            return None
+        given, lengths = self.config.refine, [len(self.base.tokenizer.encode(t)) for t in texts]
+        choice = decide(
+            read_gains(told),
+            self.base,
+            senders,
+            tokens=max(lengths, default=1),
+            terms=self._terms(),
+            task=given.task,
+            privacy=given.privacy_level,
+        )
+        self._store(f"selection-{config['exchange']}", json.dumps(choice).encode())
+        return choice
+
+    def _refined(
+        self,
+        text: str,
+        bare: str,
+        senders: Sequence[Sender],
+        config: Mapping[str, Any],
+        tokens: int = 0,
+    ) -> Answer:
+        """Answer among senders, or among those of them that were chosen."""
+        how: dict[str, Any] = {"terms": self._terms(), "max_new_tokens": tokens}
+        if not (kept := self._state().get(f"selection-{config['exchange']}")):
+            return refine(self.base, text, senders, **how)
+        choice = json.loads(kept)
+        return refine_selected(self.base, text, senders, choice, question=bare, **how)
 
     def export_cache(
         self, arrays: Arrays, config: Mapping[str, Any]
@@ -181,26 +223,8 @@ class FedRefineClient(AdapterClient):
         exchange, asker = str(config["exchange"]), int(config["asker"])
         public = bytes.fromhex(str(config["public"]))
         channel = self._channel(public, exchange, asker, self.partition_id)
-        body = json.loads(channel.open("question", arrays["letter"].tobytes(), 0))
-        texts, sessions = body["texts"], body["sessions"]
-        if len(texts) > _MOST or len(sessions) != len(texts):
-            raise Refusal(f"{len(texts)} questions and {len(sessions)} sessions: at most {_MOST}")
-        base, found = self.base, {}
-        for number, (text, session) in enumerate(zip(texts, sessions, strict=True)):
-            request = Request(
-                text=str(text),
-                layers=tuple(map(int, body["layers"])),
-                scheme=str(body["scheme"]),
-                share=float(body["share"]),
-                ends=bool(body["ends"]),
-                max_tokens=self.config.refine.max_tokens,
-                key=channel.frame_key,
-                session=bytes.fromhex(session),
-            )
-            frames = b"".join(export(base, measured(base), request))
-            sealed = channel.seal("cache", frames, number)
-            found[f"{number:04d}"] = np.frombuffer(sealed, np.uint8)
-        return found, {}
+        opened = channel.open("question", arrays["letter"].tobytes(), 0)
+        return answered(opened, self.base, channel, self.config.refine.max_tokens), {}
 
     def evaluate(
         self, parameters: NDArrays, config: dict[str, Any]
@@ -209,16 +233,19 @@ class FedRefineClient(AdapterClient):
         started = time.perf_counter()
         came = dict(zip(self.array_names, parameters, strict=True))
         peers, nonce = self._peers(config), self._take_nonce(str(config["exchange"]))
+        lost = json.loads(str(config.get("lost", "{}")))
         told: dict[str, list[tuple[Question, Answer]]] = {}
         for number, question in enumerate(self._questions()):
             text = prompt(question, letter_tokens(self.base.tokenizer).cue)
             senders = [self._sender(peer, config, came, nonce, number) for peer in peers]
             groups = {"": senders, "alone": []}
-            groups |= {f"pair-{p.partition}": [s] for p, s in zip(peers, senders, strict=True)}
+            for peer, sender in zip(peers, senders, strict=True):
+                if lost.get(str(peer.partition)) != UNASKED:
+                    groups[f"pair-{peer.partition}"] = [sender]
             for name, group in groups.items():
-                answer = refine(self.base, text, group, terms=self._terms(), max_new_tokens=0)
+                answer = self._refined(text, question.question, group, config)
                 told.setdefault(name, []).append((question, answer))
-        metrics = self._metrics(told)
+        metrics = metrics_of(self.base, told)
         metrics["seconds"] = time.perf_counter() - started
         examples = int(metrics.pop(border.WEIGHT))
         return metrics["gold-ce-sum"] / max(examples, 1), examples, metrics
@@ -230,26 +257,24 @@ class FedRefineClient(AdapterClient):
         given = self.config.refine
         peers, nonce = self._peers(config), self._take_nonce(str(config["exchange"]))
         senders = [self._sender(peer, config, dict(arrays), nonce, 0) for peer in peers]
-        answer = refine(
-            self.base,
-            given.question,
-            senders,
-            terms=self._terms(),
-            max_new_tokens=given.new_tokens,
-        )
-        alone = refine(self.base, given.question, [], max_new_tokens=given.new_tokens)
-        text = json.dumps({"answer": answer.text, "standalone": alone.text}).encode()
+        text = given.question
+        answer = self._refined(text, text, senders, config, given.new_tokens)
+        alone = refine(self.base, text, [], max_new_tokens=given.new_tokens)
+        said = json.dumps({"answer": answer.text, "standalone": alone.text}).encode()
         told = {"receipt": json.dumps(answer.receipt.to_dict()), "public": ""}
         if given.reply_key:
             private = os.urandom(ciphers.KEY_BYTES)
             key = ciphers.agree(private, bytes.fromhex(given.reply_key), b"fedloom refine answer")
             told["public"] = ciphers.public_key(private).hex()
-            text = ciphers.seal(key, text, b"answer")
-        return {"answer": np.frombuffer(text, np.uint8)}, told
+            said = ciphers.seal(key, said, b"answer")
+        return {"answer": np.frombuffer(said, np.uint8)}, told
 
     def _terms(self) -> Terms:
         given = self.config.refine
         return Terms(
+            scheme=given.dtype,
+            share=given.keep,
+            part=given.keep_bytes,
             deadline=given.deadline_seconds,
             max_tokens=given.max_tokens,
             max_norm=given.max_norm,
@@ -269,6 +294,11 @@ class FedRefineClient(AdapterClient):
         cue = letter_tokens(self.base.tokenizer).cue
         return [prompt(question, cue) for question in self._questions()]
 
+    def _bare(self) -> list[str]:
+        """Return what writers are asked: questions without their options."""
+        given = self.config.refine
+        return self._texts() if given.question else [q.question for q in self._questions()]
+
     def _sender(
         self,
         peer: _Peer,
@@ -282,19 +312,26 @@ class FedRefineClient(AdapterClient):
         exchange, lost = str(config["exchange"]), json.loads(str(config.get("lost", "{}")))
         channel = self._channel(peer.public, exchange, self.partition_id, peer.partition)
 
-        def ask(request: Request) -> Iterator[bytes]:
+        def brought() -> bytes:
             sealed = (came or {}).get(f"{peer.partition}-{number:04d}")
             if sealed is None:
                 cause = str(lost.get(str(peer.partition), "failed"))
                 reasons = {"deadline": "no answer in time", "failed": "its node failed"}
                 raise SourceLost(cause, reasons.get(cause, "nothing came of it"))
             try:
-                yield channel.open("cache", sealed.tobytes(), number)
+                return channel.open("cache", sealed.tobytes(), number)
             except Refusal as error:
                 raise FrameError(str(error)) from error
 
+        def ask(request: Request) -> Iterator[bytes]:
+            yield brought()
+
+        def tell(text: str, tokens: int, seconds: float) -> Written:
+            return message_of(brought(), peer.geometry.model)
+
         tag = (channel.frame_key, session_of(nonce, peer.partition, number)) if nonce else None
-        return Sender(peer.geometry, ask, fuser, f"{peer.partition} {peer.name}", tag)
+        name = f"{peer.partition} {peer.name}"
+        return Sender(peer.geometry, ask, fuser, name, tag, source=peer.name, tell=tell)
 
     def _fuser(self, peer: _Peer, config: Mapping[str, Any]) -> CacheFuser | None:
         if peer.partition not in self._fusers:
@@ -305,24 +342,6 @@ class FedRefineClient(AdapterClient):
                 log.warning("%s", error)
             self._fusers[peer.partition] = found
         return self._fusers[peer.partition]
-
-    def _metrics(self, told: Mapping[str, Sequence[tuple[Question, Answer]]]) -> dict[str, Any]:
-        """Add up scores; ``gained`` and ``spoilt`` count rows that changed against ``alone``."""
-        tokenizer, scored = self.base.tokenizer, {}
-        for name, pairs in told.items():
-            encoded = [encode_question(question, tokenizer) for question, _ in pairs]
-            scored[name] = score_logits(torch.stack([a.logits for _, a in pairs]), encoded)
-        metrics: dict[str, Any] = {}
-        for name, rows in scored.items():
-            sums = {kebab(k): v for k, v in vars(ChoiceScores.of(rows)).items() if k != "seconds"}
-            sums[border.WEIGHT] = sums.pop("examples")
-            if name != "alone":
-                changed = list(zip(rows, scored["alone"], strict=True))
-                sums["gained"] = sum(mine.correct > other.correct for mine, other in changed)
-                sums["spoilt"] = sum(mine.correct < other.correct for mine, other in changed)
-                sums |= _receipt_sums([answer.receipt for _, answer in told[name]])
-            metrics |= {f"{name}-{k}" if name else k: v for k, v in sums.items()}
-        return metrics
 
     def _peers(self, config: Mapping[str, Any]) -> list[_Peer]:
         """Read who else is there; one who tells nonsense is left out, and no harm to the others."""
@@ -365,20 +384,14 @@ class FedRefineClient(AdapterClient):
         return bytes(nonce)
 
 
+def _why_not(sender: Sender, way: str, own: Geometry) -> str:
+    """Say why a sender is not asked, or nothing if it is."""
+    if way in (NONE, TEXT):
+        return UNASKED if way == NONE else ""
+    if sender.fuser is None:
+        return "" if sender.geometry == own else "no-fuser"
+    return "" if sender.fuser.open_layers() else "shut"
+
+
 def _listed(config: Mapping[str, Any], name: str) -> list[str]:
     return [part for part in str(config.get(name, "")).split(",") if part]
-
-
-def _receipt_sums(receipts: Sequence[Receipt]) -> dict[str, int | float]:
-    sources = [source for receipt in receipts for source in receipt.sources]
-    lost = [source.cause for source in sources if source.status == "fallback"]
-    return {
-        "used": sum(source.status == "used" for source in sources),
-        "lost": len(lost),
-        "lost-deadline": lost.count("deadline"),
-        "lost-integrity": lost.count("integrity"),
-        "fallbacks": sum(bool(receipt.fallback) for receipt in receipts),
-        "cache-bytes": sum(receipt.bytes for receipt in receipts),
-        "cache-tokens": sum(source.tokens for source in sources),
-        "seconds-prefill": sum(receipt.seconds["prefill"] for receipt in receipts),
-    }

@@ -8,7 +8,8 @@ on a running federation, see ``refine_remote``.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,10 +17,13 @@ import typer
 
 from fedloom.cards import FuserCard, read_card
 from fedloom.errors import Refusal
+from fedloom.gains import ANY, Gains, read_gains
 from fedloom.simulations.needs import needs_node
 
 if TYPE_CHECKING:
-    from fedloom.refining import Answer, Sender
+    from fedloom.models.base import Base
+    from fedloom.refining import Answer, Sender, Terms
+    from fedloom.refining.offers import Log
 
 
 def refine(
@@ -33,10 +37,20 @@ def refine(
     fuser: Annotated[
         list[Path] | None, typer.Option(help="File or folder of fusers; repeatable.")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="How caches travel: bf16, int8, int4.")] = "bf16",
+    dtype: Annotated[
+        str | None, typer.Option(help="How caches travel: bf16 (by default), int8, int4.")
+    ] = None,
     keep_tokens: Annotated[
         float, typer.Option(help="Share of a sender's tokens that travels, the last ones.")
     ] = 1.0,
+    keep_bytes: Annotated[
+        float, typer.Option(help="Keep what fits in this part of the 16-bit bytes; 0: all.")
+    ] = 0.0,
+    select: Annotated[
+        Path | None, typer.Option(help="Measured gains: choose whom to ask, and how.")
+    ] = None,
+    task: Annotated[str | None, typer.Option(help="With --select: class of the question.")] = None,
+    privacy: Annotated[int | None, typer.Option(min=0, help="With --select: its level.")] = None,
     deadline: Annotated[
         float | None, typer.Option(help="Seconds to wait for senders: 60, or 300 with --on.")
     ] = None,
@@ -63,26 +77,74 @@ def refine(
 ) -> None:
     """Answer a question with the help of other models' caches; the receipt says whose."""
     patience = deadline if deadline is not None else 60.0 if on is None else 300.0
-    terms = {"scheme": dtype, "share": keep_tokens, "deadline": patience, "max_kl": max_kl}
+    terms = {"scheme": dtype or "bf16", "share": keep_tokens, "part": keep_bytes}
+    terms |= {"deadline": patience, "max_kl": max_kl}
+    choice = _choice(select, task, privacy, dtype)
     if on is not None:
         from fedloom.simulations.refine_remote import ask_federation
 
         if sender or fuser or shown is not None:
             raise Refusal("--on asks the federation's own senders: leave --sender, --fuser out")
         told = ask_federation(
-            on, question, receiver or "0", terms, max_new_tokens, root_certificates, settings or []
+            on,
+            question,
+            receiver or "0",
+            {**terms, **(choice.remote() if choice else {})},
+            max_new_tokens,
+            root_certificates,
+            settings or [],
         )
         _say(told, compare=compare, as_json=as_json)
         return
     receiver = receiver or "embedded:smollm2-135m"
-    senders = _senders(receiver, sender or [], fuser or [], precision)
+    senders = _senders(receiver, sender or [], fuser or [], precision, alone=choice is None)
     answer, alone = _ask(
-        receiver, question, senders, terms, max_new_tokens, precision, shown, compare
+        receiver, question, senders, terms, max_new_tokens, precision, shown, compare, choice
     )
     told = {"answer": answer.text, "receipt": answer.receipt.to_dict()}
     if alone is not None:
         told["standalone"] = alone.text
     _say(told, compare=compare, as_json=as_json)
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """What a choice of senders goes by."""
+
+    gains: Gains
+    task: str
+    privacy: int
+
+    def remote(self) -> dict[str, Any]:
+        """Write it for a federation's recipe."""
+        return {"select": self.gains.to_json(), "task": self.task, "privacy": self.privacy}
+
+    def made(self, base: Base, text: str, senders: Sequence[Sender], terms: Terms) -> Log:
+        """Choose."""
+        from fedloom import refining
+
+        tokens = len(base.tokenizer.encode(text))
+        return refining.decide(
+            self.gains,
+            base,
+            senders,
+            tokens=tokens,
+            terms=terms,
+            task=self.task,
+            privacy=self.privacy,
+        )
+
+
+def _choice(
+    select: Path | None, task: str | None, privacy: int | None, dtype: str | None
+) -> _Choice | None:
+    if select is None:
+        if task is not None or privacy is not None:
+            raise Refusal("--task and --privacy go with --select FILE: give it, or leave both out")
+        return None
+    if dtype is not None:
+        raise Refusal(f"--dtype {dtype} with --select: the way is chosen; leave --dtype out")
+    return _Choice(read_gains(str(select)), task or ANY, privacy or 0)
 
 
 def _ask(
@@ -94,23 +156,30 @@ def _ask(
     precision: str,
     shown: str | None,
     compare: bool,
+    choice: _Choice | None,
 ) -> tuple[Answer, Answer | None]:
     from fedloom import refining
     from fedloom.models.base import load_base
 
     base = load_base(receiver, precision)
     chosen = refining.Terms(**terms)
-    answer = refining.refine(
-        base, question, senders, shown=shown, terms=chosen, max_new_tokens=tokens
-    )
+    told: dict[str, Any] = {"shown": shown, "terms": chosen, "max_new_tokens": tokens}
+    if choice is None:
+        answer = refining.refine(base, question, senders, **told)
+    else:
+        log = choice.made(base, question if shown is None else shown, senders, chosen)
+        answer = refining.refine_selected(base, question, senders, log, **told)
     alone = refining.refine(base, question, [], max_new_tokens=tokens) if compare else None
     return answer, alone
 
 
 def _senders(
-    receiver: str, sources: Sequence[str], files: Sequence[Path], precision: str
+    receiver: str, sources: Sequence[str], files: Sequence[Path], precision: str, *, alone: bool
 ) -> list[Sender]:
-    """Pair senders with fusers by the hashes on the cards, before any model is loaded."""
+    """Pair senders with fusers by the hashes on the cards, before any model is loaded.
+
+    ``alone`` says that nothing but caches is asked for, so that no fuser at all is a mistake.
+    """
     with needs_node("refine"):
         from fedloom.models.sources import locate, parse_source
     cards = _cards(files)
@@ -128,7 +197,7 @@ def _senders(
             " hashes not a pair of --sender and --receiver here: use those models"
         )
     own = [locate(parse_source(source)).base_hash == into for source in sources]
-    if sources and not any(taken - {None}) and not any(own):
+    if alone and sources and not any(taken - {None}) and not any(own):
         raise Refusal(
             f"no fuser for {sources[0]} -> {receiver}: give --fuser FILE, or make one with"
             f" fedloom fuser train --sender {sources[0]} --receiver {receiver}"
@@ -165,16 +234,31 @@ def _say(told: dict[str, Any], *, compare: bool, as_json: bool) -> None:
         typer.echo(line, err=True)
 
 
+def selection_lines(log: Mapping[str, Any]) -> list[str]:
+    """Word a choice: who is asked and how, then a line for each that was left."""
+    budget = log["budget"]
+    asked = ", ".join(f"{name} by {way}" for name, way in log["chosen"].items()) or "nobody"
+    facts = f"task {log['task']}, {budget['tokens']} tokens, deadline {budget['deadline']:g} s"
+    lines = [f"selected: {asked} ({facts}, privacy level {budget['privacy']})"]
+    for row in log["candidates"]:
+        if not row["taken"] and row["sender"] != "none":
+            how = "" if row["way"] == "any" else f" by {row['way']}"
+            lines.append(f"{row['sender']}{how}: left, {row['why']}")
+    return lines
+
+
 def receipt_lines(receipt: dict[str, Any]) -> list[str]:
     """Word a receipt, a line a sender."""
     from fedloom.simulations.progress import duration, size
 
-    lines = []
+    lines = selection_lines(receipt["selection"]) if receipt.get("selection") else []
     for source in receipt["sources"]:
         who = f"{source['name'] or source['model'][:12]}:"
         if source["status"] == "used":
             heard = f"used, {source['gates_open']} of {source['gates']} gates open"
             facts = [heard] if source["gates"] else ["used, its own cache"]
+            if source["way"] == "text":
+                facts = ["used, its message in words"]
             facts += [f"{source['tokens']} tokens, {size(source['bytes'])}"]
             lines.append(f"{who} {', '.join(facts)}, {duration(source['seconds'])}")
         elif source["status"] == "shut":

@@ -23,14 +23,20 @@ class RefinedFacts:
     """Those that the server had of these models."""
     answers: tuple[Row, ...]
     """Receipts of single questions."""
+    selections: tuple[Row, ...] = ()
+    """Whom each receiver chose to ask, and by what."""
 
     def to_tree(self) -> dict[str, Any]:
         """Return it as plain JSON."""
         apart = ("event", "time", "sealed", "public")
         kept = [{k: v for k, v in row.items() if k not in apart} for row in self.pairs]
         told = [{**row, "mcnemar-p": mcnemar(row)} for row in kept]
-        receipts = [row["receipt"] for row in self.answers]
-        return {"pairs": told, "fusers": list(self.fusers), "receipts": receipts}
+        found: dict[str, Any] = {"pairs": told, "fusers": list(self.fusers)}
+        found["receipts"] = [row["receipt"] for row in self.answers]
+        found["selections"] = [
+            {"partition": row["partition"], **row["selection"]} for row in self.selections
+        ]
+        return found
 
 
 def refined_facts(config: RunConfig | None, events: Sequence[Row]) -> RefinedFacts | None:
@@ -42,6 +48,7 @@ def refined_facts(config: RunConfig | None, events: Sequence[Row]) -> RefinedFac
         pairs=tuple(e for e in events if e.get("event") == "pair"),
         fusers=tuple(fusers),
         answers=tuple(e for e in events if e.get("event") == "answer"),
+        selections=tuple(e for e in events if e.get("event") == "selection"),
     )
 
 

@@ -28,7 +28,16 @@ from fedloom.simulations.superlink import SuperLinkError, environment, tool, wri
 
 _PATIENCE = 900.0
 """Seconds beyond the deadline for senders that a run may take to start, meet and answer."""
-_KEYS = {"scheme": "dtype", "share": "keep", "deadline": "deadline-seconds", "max_kl": "max-kl"}
+_KEYS = {
+    "scheme": "dtype",
+    "share": "keep",
+    "part": "keep-bytes",
+    "deadline": "deadline-seconds",
+    "max_kl": "max-kl",
+    "select": "select",
+    "task": "task",
+    "privacy": "privacy-level",
+}
 
 
 def ask_federation(
@@ -59,7 +68,7 @@ def ask_federation(
     if not receiver.isdigit():
         raise Refusal(f'--receiver "{receiver}" with --on: expected the partition that answers')
     private = os.urandom(ciphers.KEY_BYTES)
-    told: dict[str, Any] = {f"refine.{key}": terms[name] for name, key in _KEYS.items()}
+    told: dict[str, Any] = {f"refine.{_KEYS[name]}": x for name, x in terms.items()}
     told |= {
         "refine.question": question,
         "refine.receiver": int(receiver),

@@ -23,6 +23,7 @@ from fedloom.config import RunConfig
 from fedloom.disk import held
 from fedloom.errors import Refusal, nearest
 from fedloom.flat import toml_lines
+from fedloom.gains import read_gains
 from fedloom.local.home import VARIABLE as STATE
 from fedloom.simulations.processes import terminable
 from fedloom.simulations.progress import Picture, duration, follow, round_facts, say, show
@@ -158,6 +159,8 @@ def _check_frozen(config: RunConfig) -> None:
         from fedloom.strategies.registry import Registry
 
         Registry(Path(config.refine.fusers))
+        if config.refine.select:
+            read_gains(config.refine.select)
         return
     from fedloom.models.sources import locate, parse_source
 
@@ -171,7 +174,7 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
         kind, colon, name = source.partition(":")
         return f"{kind}:{_absolute(name)}" if colon and kind in ("path", "gguf") else source
 
-    manifest, fusers = config.data.manifest, config.refine.fusers
+    manifest, fusers, gains = config.data.manifest, config.refine.fusers, config.refine.select
     # Ray hides every GPU from clients that were given none; in process nobody would.
     hidden = config.model.device == "auto" and not config.clients.gpus
     return config.replaced(
@@ -181,6 +184,7 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
         faast__encoder=resolved(config.faast.encoder),
         refine__models=",".join(map(resolved, config.refine.listed)),
         refine__fusers=_absolute(fusers) if config.method == "fedrefine" else fusers,
+        refine__select=gains if gains[:1] in ("", "{") else _absolute(gains),
         data__source=resolved(config.data.source),
         niah__filler=resolved(config.niah.filler),
         data__manifest=_absolute(manifest) if manifest else "",

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from fedloom import __version__, border
 from fedloom.errors import Refusal
+from fedloom.gains import read_gains
 from fedloom.secure.channel import ANSWER, ASK, EXPORT, HELLO, KEEP
 from fedloom.strategies.adapter_strategy import AdapterStrategy
 from fedloom.strategies.registry import Entry, Registry
@@ -84,6 +85,8 @@ class FedRefine(AdapterStrategy):
         """Meet the nodes, give them their fusers, and let them answer."""
         self._grid = grid
         registry = Registry(Path(self.config.refine.fusers))
+        select = self.config.refine.select
+        self._gains = {"gains": read_gains(select).to_json()} if select else {}
         peers = self._meet(grid)
         fusers = self._hand_out(grid, peers, registry)
         if self.config.refine.question:
@@ -118,7 +121,7 @@ class FedRefine(AdapterStrategy):
             for p, peer in peers.items()
         }
         self._tell_registry(wanted)
-        if not any(wanted.values()) and len(models) == len(peers):
+        if not any(wanted.values()) and len(models) == len(peers) and not self._gains:
             names = sorted({peer.source for peer in peers.values()})
             raise Refusal(
                 f"{self.config.refine.fusers} has no fuser of two of {', '.join(names)}: make one"
@@ -235,13 +238,17 @@ class FedRefine(AdapterStrategy):
         exchange = uuid.uuid4().hex
         others = [peers[p].told() for p in sorted(peers) if p != receiver]
         told = {"exchange": exchange, "fusers": fusers, "senders": json.dumps(others)}
-        found, _ = self._question(grid, ASK, {receiver: border.content({}, told)})
+        asking = border.content({}, {**told, **self._gains})
+        found, _ = self._question(grid, ASK, {receiver: asking})
         if receiver not in found:
             return None
         try:
             letters = {int(p): x for p, x in border.arrays_of(found[receiver]).items()}
             skipped = json.loads(str(border.config_of(found[receiver])["skipped"]))
             lost = {str(int(p)): str(cause) for p, cause in skipped.items()}
+            if self._gains:
+                log = json.loads(str(border.config_of(found[receiver])["selection"]))
+                self.journal.event("selection", round=_ROUND, partition=receiver, selection=log)
         except (KeyError, ValueError, TypeError, AttributeError) as error:
             self.inbox.failed(_ROUND, ASK, receiver, f"a reply that cannot be read: {error!r}")
             return None

@@ -43,6 +43,7 @@ from fedloom.models.base import Base, load_base
 from fedloom.refining.rephrasing import rephrase
 from fedloom.refining.text import ASK, Written, with_context
 from fedloom.refining.writing import decoded, instructed
+from fedloom.slices.fitting import fitting
 from fedloom.slices.frames import encode
 from fedloom.slices.geometry import Geometry, geometry_of
 from fedloom.slices.reading import FrameReader
@@ -277,6 +278,15 @@ def sizes_of(piece: CacheSlice) -> dict[tuple[str, float], int]:
     return found
 
 
+def quarter_of(piece: CacheSlice) -> tuple[int, int]:
+    """Take what fits, by int8, in a quarter of the 16-bit bytes; return its tokens and bytes."""
+    keep, key = fitting(piece.geometry, piece.layers, piece.tokens, "int8", 0.25), bytes(32)
+    places = [0, *range(piece.tokens - keep + 1, piece.tokens)]
+    parts = ({n: x[:, places] for n, x in p.items()} for p in (piece.keys, piece.values))
+    part = CacheSlice(piece.geometry, *parts, tuple(places))
+    return keep, sum(map(len, encode(part, "int8", key, key[:16])))
+
+
 def pick(base: Base, quick: bool, count: int) -> list[Question]:
     """Take questions whose prompts have 110 to 150 of the receiver's tokens."""
     if quick:
@@ -316,7 +326,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     _, sent, _ = line.cache(Clock(), prompt(asked[1]), "int8", 0.5)
     assert sent == sizes["int8", 0.5]  # what is counted here is what the sender sends
     line.close()
-    return summary(args, line.geometry, fuser.parameter_share, rows, sizes)
+    found = summary(args, line.geometry, fuser.parameter_share, rows, sizes)
+    if not args.quick:  # a tiny model's frames are mostly heads
+        keep, taken = quarter_of(piece)
+        found["int8_quarter_ratio"] = round(taken / sizes["bf16", 1.0], 4)
+        found["int8_quarter_tokens"] = round(keep / piece.tokens, 4)
+    return found
 
 
 def main() -> None:

@@ -26,6 +26,16 @@ class RefineConfig:
     """How a cache travels: bf16, int8 or int4."""
     keep: float = 1.0
     """Share of a sender's tokens that travels, the last ones."""
+    keep_bytes: float = 0.0
+    """Part of the plain 16-bit bytes that a cache may take on the wire, hence fewer tokens: with
+    int8, 0.25 leaves a little less than half; 0 does not look."""
+    select: str = ""
+    """File of measured gains on the server, or its JSON: each receiver chooses whom to ask, and
+    whether for a cache or for words (docs/fedrefine.md). Empty asks all for caches."""
+    task: str = "any"
+    """With ``select``: task class of the questions, as the file names it."""
+    privacy_level: int = 0
+    """With ``select``: level of the questions; only senders trusted that far are asked."""
     max_tokens: int = 1024
     """A longer text is not read, and a longer slice not taken in."""
     deadline_seconds: float = 120.0
@@ -52,10 +62,16 @@ class RefineConfig:
         one_of("refine.dtype", self.dtype, ("bf16", "int8", "int4"))
         for name in ("max_tokens", "questions", "new_tokens"):
             at_least(f"refine.{name.replace('_', '-')}", getattr(self, name), 1)
-        for name in ("max_norm", "max_kl", "receiver"):
+        for name in ("max_norm", "max_kl", "receiver", "privacy_level"):
             at_least(f"refine.{name.replace('_', '-')}", getattr(self, name), 0)
         if not 0 < self.keep <= 1:
             raise Refusal(f"refine.keep = {self.keep}: expected above 0 and at most 1")
+        if not 0 <= self.keep_bytes <= 1:
+            raise Refusal(
+                f"refine.keep-bytes = {self.keep_bytes}: expected 0 to 1; 0 does not look"
+            )
+        if not self.task:
+            raise Refusal('refine.task = "": expected a task class, or any')
         if not self.deadline_seconds > 0:
             raise Refusal(
                 f"refine.deadline-seconds = {self.deadline_seconds}: expected above 0 seconds"

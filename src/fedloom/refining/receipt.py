@@ -29,6 +29,8 @@ class SourceReceipt:
         ``used``, ``shut`` or ``fallback``.
     cause, reason : str
         For a fallback: one of ``CAUSES``, and a sentence.
+    way : str
+        How it was heard: ``bf16``, ``int8``, ``int4``, or ``text`` for its message in words.
     gates_open, gates : int
         Receiver layers that listen, of those that could.
     tokens, bytes : int
@@ -45,6 +47,7 @@ class SourceReceipt:
     status: str = USED
     cause: str = ""
     reason: str = ""
+    way: str = ""
     gates_open: int = 0
     gates: int = 0
     tokens: int = 0
@@ -70,6 +73,8 @@ class Receipt:
         What the guards measured: ``kl`` in nats, ``voted-out``.
     prompt_tokens, new_tokens : int
         Of the receiver.
+    selection : dict, optional
+        What was looked at when senders were chosen, and who was left for what reason.
     """
 
     mode: str
@@ -79,6 +84,7 @@ class Receipt:
     guards: dict[str, float] = field(default_factory=dict)
     prompt_tokens: int = 0
     new_tokens: int = 0
+    selection: dict[str, Any] | None = None
 
     @property
     def bytes(self) -> int:

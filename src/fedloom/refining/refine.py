@@ -52,6 +52,9 @@ class Terms:
     """Of a sender's tokens, the share that it hands out."""
     by: str = "last"
     """Which: ``last`` or ``value-norm``."""
+    part: float = 0.0
+    """Of a context's plain 16-bit bytes, what its slice may take on the wire, hence fewer tokens; 0
+    does not look."""
     deadline: float = 60.0
     """Seconds that the answer waits for senders."""
     max_tokens: int = 4096
@@ -69,6 +72,8 @@ class Terms:
         check_scheme(self.scheme)
         if self.by not in CHOICES:
             raise Refusal(f'tokens by "{self.by}": expected one of {", ".join(CHOICES)}')
+        if not 0 <= self.part <= 1:
+            raise Refusal(f"part of the bytes {self.part:g}: expected from 0 to 1; 0 does not look")
         if not 0 < self.share <= 1 or not self.deadline > 0 or self.max_tokens < 1:
             raise Refusal(
                 f"share of tokens {self.share:g}, deadline {self.deadline:g} s, at most"
@@ -198,16 +203,21 @@ class _Desk:
             **({"key": tag[0], "session": tag[1]} if tag else {}),
             text=shown,
             layers=layers,
-            scheme=terms.scheme,
+            scheme=seat.sender.scheme or terms.scheme,
             share=terms.share,
             by=terms.by,
+            part=terms.part,
             ends=seat.mode == "residual",
             max_tokens=terms.max_tokens,
         )
 
     def _take(self, seat: _Seat, came: Arrival, terms: Terms) -> None:
         seat.receipt = replace(
-            seat.receipt, bytes=came.bytes, seconds=came.seconds, digest=came.digest
+            seat.receipt,
+            way=seat.sender.scheme or terms.scheme,
+            bytes=came.bytes,
+            seconds=came.seconds,
+            digest=came.digest,
         )
         if came.piece is None:
             seat.lose(came.cause, came.reason)
@@ -222,6 +232,15 @@ class _Desk:
             parts = (seat.guests.keys, seat.guests.values)
             if not all(x.isfinite().all() for part in parts for x in part.values()):
                 seat.lose("not-finite", "its fuser makes values that are not finite of it")
+
+    def hear(self, late: Callable[[], str] | None) -> None:
+        """Put another prompt in the place of the one that was there."""
+        if late is None:
+            return
+        if self.mode == "residual":
+            raise ValueError("a residual fuser aligns two readings of one text: none may come late")
+        with self.clock("words"):
+            self.ids = self.receiver.tokenizer.encode(late())
 
     def read(self, seats: Sequence[_Seat]) -> Refinement:
         """Read the prompt among some."""
@@ -277,6 +296,7 @@ def refine(
     max_new_tokens: int = 64,
     stop: Collection[int] | None = None,
     words: Words | None = None,
+    late: Callable[[], str] | None = None,
     used: MutableSet[bytes] | None = None,
 ) -> Answer:
     """Answer a prompt with what senders make of it.
@@ -294,6 +314,9 @@ def refine(
         Tokens that end the answer; by default the tokenizer's end of text.
     words
         Tried when every sender has fallen away.
+    late
+        Asked once caches have come or not: what to read in place of ``prompt``, with others' words
+        in it; not for residual fusers.
     used
         Sessions that were had before: a frame of one of them is not believed.
 
@@ -311,6 +334,7 @@ def refine(
         raise Refusal("an empty prompt has no next token: give the receiver at least one")
     desk = _Desk(receiver, ids, ends, senders)
     desk.collect(prompt if shown is None else shown, terms, used)
+    desk.hear(late)
     with desk.clock("prefill"):
         made = desk.read(desk.heard)
     with desk.clock("guard"):
@@ -336,7 +360,7 @@ def refine(
         sources=sources,
         seconds=desk.seconds,
         guards=desk.guards,
-        prompt_tokens=len(ids),
+        prompt_tokens=len(desk.ids),
         new_tokens=len(new),
     )
     text = tokenizer.decode([i for i in new if i not in ends_at])

@@ -34,7 +34,7 @@ class Candidate:
     Attributes
     ----------
     sender : str
-        Its model hash.
+        Its model hash, or another name that no other sender has.
     way : str
         ``bf16``, ``int8``, ``int4``, or ``text`` for a message in words (T2T).
     gains : mapping

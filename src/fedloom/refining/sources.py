@@ -19,6 +19,8 @@ from fedloom.adapters.fuser import CacheFuser
 from fedloom.errors import Refusal
 from fedloom.models.base import Base
 from fedloom.models.offsets import token_ends
+from fedloom.refining.text import Written, background
+from fedloom.slices.fitting import fitting
 from fedloom.slices.frames import encode
 from fedloom.slices.geometry import Geometry
 from fedloom.slices.reading import FrameError, FrameReader
@@ -49,6 +51,9 @@ class Request:
         ``bf16``, ``int8`` or ``int4``.
     share, by
         The share of tokens to keep, and which: ``last`` or ``value-norm``.
+    part : float
+        Of the context's plain 16-bit bytes, what the slice may take on the wire, hence fewer
+        tokens; 0 does not look.
     ends : bool
         Whether the tokens' ends in the text are wanted, as residual fusion needs them.
     max_tokens : int
@@ -62,6 +67,7 @@ class Request:
     scheme: str = "bf16"
     share: float = 1.0
     by: str = "last"
+    part: float = 0.0
     ends: bool = False
     max_tokens: int = 4096
     key: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
@@ -69,6 +75,7 @@ class Request:
 
 
 Ask = Callable[[Request], CacheSlice | Iterable[bytes]]
+Tell = Callable[[str, int, float], Written]
 
 
 @dataclass(frozen=True)
@@ -87,6 +94,12 @@ class Sender:
         For people.
     tag : tuple of bytes, optional
         Key and session of frames that were asked for before; else each request draws its own.
+    source : str
+        Its model, as measurements name it; by default the name.
+    scheme : str
+        How its cache travels; by default as the terms say.
+    tell : callable, optional
+        Writes a message on a question (T2T), within so many tokens and seconds.
     """
 
     geometry: Geometry
@@ -94,6 +107,9 @@ class Sender:
     fuser: CacheFuser | None = None
     name: str = ""
     tag: tuple[bytes, bytes] | None = None
+    source: str = ""
+    scheme: str = ""
+    tell: Tell | None = None
 
 
 @dataclass
@@ -123,6 +139,9 @@ def _slice(base: Base, geometry: Geometry, request: Request) -> CacheSlice:
     if not 0 < request.share <= 1:
         raise Refusal(f"a share of {request.share} tokens: expected above 0 and at most 1")
     keep = max(math.ceil(request.share * len(ids)), min(_LEAST, len(ids)))
+    if request.part:
+        room = (len(ids), request.scheme, request.part, ends)
+        keep = min(keep, fitting(geometry, set(request.layers), *room))
     return export_cache(
         base.model, geometry, ids, layers=request.layers, keep=keep, by=request.by, ends=ends
     )
@@ -132,7 +151,14 @@ def local(
     base: Base, geometry: Geometry, fuser: CacheFuser | None = None, name: str = ""
 ) -> Sender:
     """Make a sender of a model in this process; its slices go through frames as on a wire."""
-    return Sender(geometry, lambda r: export(base, geometry, r), fuser, name or str(base.source))
+    return Sender(
+        geometry,
+        lambda request: export(base, geometry, request),
+        fuser,
+        name or str(base.source),
+        source=str(base.source),
+        tell=lambda text, tokens, seconds: background(base, text, tokens, seconds=seconds),
+    )
 
 
 def gather(

@@ -13,12 +13,13 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from fedloom.errors import Refusal
+from fedloom.slices.geometry import Geometry
 from fedloom.slices.quantise import Part, Parts, parts_of, quantise
 from fedloom.slices.slice import CacheSlice
 
@@ -47,18 +48,8 @@ def encode(piece: CacheSlice, scheme: str, key: bytes, session: bytes) -> Iterat
         If the cache holds a value that is not finite.
     """
     check_session(key, session)
-    about = {
-        "dim": piece.geometry.dim,
-        "ends": list(piece.ends),
-        "heads": piece.geometry.heads,
-        "layers": list(piece.layers),
-        "model": piece.geometry.model,
-        "places": list(piece.places),
-        "scheme": scheme,
-        "tokenizer": piece.geometry.tokenizer,
-    }
     whole = hashlib.blake2b(digest_size=32)
-    payload = json.dumps(about, sort_keys=True, separators=(",", ":")).encode()
+    payload = header_of(piece.geometry, piece.layers, piece.places, scheme, piece.ends)
     yield _frame(HEADER, 0, 0, payload, key, session, whole)
     shape = (piece.geometry.heads, piece.tokens, piece.geometry.dim)
     for number, layer in enumerate(piece.layers, 1):
@@ -69,6 +60,27 @@ def encode(piece: CacheSlice, scheme: str, key: bytes, session: bytes) -> Iterat
         yield _frame(LAYER, layer, number, payload, key, session, whole)
     last = len(piece.layers) + 1
     yield _frame(END, 0, last, whole.digest(), key, session, whole)
+
+
+def header_of(
+    geometry: Geometry,
+    layers: Sequence[int],
+    places: Sequence[int],
+    scheme: str,
+    ends: Sequence[int] = (),
+) -> bytes:
+    """Write what the first frame says of the rest."""
+    about = {
+        "dim": geometry.dim,
+        "ends": list(ends),
+        "heads": geometry.heads,
+        "layers": list(layers),
+        "model": geometry.model,
+        "places": list(places),
+        "scheme": scheme,
+        "tokenizer": geometry.tokenizer,
+    }
+    return json.dumps(about, sort_keys=True, separators=(",", ":")).encode()
 
 
 def check_session(key: bytes, session: bytes) -> None:
