@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -184,7 +185,8 @@ def test_the_command_says_whom_it_chose_and_whom_not(fedloom, fusers, gains):
     code, out, err = fedloom(*ASK, *BOTH, "--fuser", fusers, "--select", gains)
     assert code == 0
     assert "selected: tiny:llama by int8, tiny:qwen2 by text (task any, 12 tokens" in err
-    assert "tiny:qwen2: used, its message in words, " in err
+    (said,) = re.findall(r"tiny:qwen2: used, its message in words, (\d+) tokens", err)
+    assert 1 <= int(said) <= 5  # a tiny model may stop before it must
     code, out, err = fedloom(*ASK, *BOTH, "--select", gains, "--privacy", 2, "--json")
     told = json.loads(out)
     assert (code, told["receipt"]["selection"]["way"]) == (0, "none")
