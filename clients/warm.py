@@ -102,7 +102,7 @@ def ask(message: Message, context: Context, app: str = APP) -> Message:
 def call(kind: bytes) -> dict[str, Any]:
     """Ask a running server for its ``PING`` or tell it to ``STOP``; empty if there is none."""
     try:
-        with _line(frames.socket_path()) as line:
+        with line_to(frames.socket_path()) as line:
             frames.send(line, kind)
             said: dict[str, Any] = json.loads(frames.receive(line)[1])
             return said
@@ -110,7 +110,14 @@ def call(kind: bytes) -> dict[str, Any]:
         return {}
 
 
-def _line(path: Path) -> socket.socket:
+def line_to(path: Path) -> socket.socket:
+    """Return a line to the server that listens on a path; nobody may be there (``OSError``).
+
+    Raises
+    ------
+    Refusal
+        If the server is another user's.
+    """
     line = socket.socket(socket.AF_UNIX)
     try:
         line.connect(os.fspath(path))
@@ -123,17 +130,20 @@ def _line(path: Path) -> socket.socket:
 
 
 def _connected(path: Path, app: str) -> socket.socket:
-    """Return a line to the server; start one if nobody answers."""
+    """Return a line to the server; start one if nobody answers, and nobody keeps it going."""
     deadline, process = time.monotonic() + START_SECONDS, None
+    kept = bool(os.environ.get(frames.KEPT))
     while True:
         try:
-            return _line(path)
+            return line_to(path)
         except (FileNotFoundError, ConnectionRefusedError):
-            if process is None or process.poll() == 0:  # 0: another one was there, and has ended
+            # 0: another one was there, and has ended
+            if not kept and (process is None or process.poll() == 0):
                 process = _start(path, app)
-            if process.poll() or time.monotonic() > deadline:
+            if (process is not None and process.poll()) or time.monotonic() > deadline:
                 raise RuntimeError(
-                    "no model server could be started; its log is beside its socket"
+                    "no model server could be started; its log is beside its socket, or in what"
+                    " `fedloom deploy up` says"
                 ) from None
             time.sleep(_PAUSE)
 

@@ -35,6 +35,8 @@ from fedloom.errors import Refusal
 
 VARIABLE, OFF = "FEDLOOM_WARM", "off"
 """A node's own word: the folder of its model server's socket, or ``off``."""
+KEPT = "FEDLOOM_WARM_KEPT"
+"""Set where somebody starts the server, and starts it again: whoever asks waits for it."""
 ASK, DONE, FAIL, STALE, PING, STOP = b"ASK ", b"DONE", b"FAIL", b"OLD ", b"PING", b"STOP"
 LARGEST = 2**31
 """Bytes of a body: what Flower's own serialisation can hold."""
@@ -168,13 +170,35 @@ def socket_path() -> Path:
     """
     named = os.environ.get(VARIABLE, "")
     folder = Path(named) if named and named != OFF else _users_own()
+    return socket_in(folder, "model" if named else _environment())
+
+
+def socket_in(folder: Path, name: str = "model") -> Path:
+    """Return a socket's path in a folder that is made, or checked, to be this user's alone.
+
+    Raises
+    ------
+    Refusal
+        If others may write there, or the path is too long for a socket.
+    """
     _make_private(folder)
-    path = folder / ("model.sock" if named else f"{_environment()}.sock")
-    if len(os.fsencode(path)) > _PATH_BYTES:
+    path = folder / f"{name}.sock"
+    if not _fits(path):
         raise Refusal(
             f"{VARIABLE}: a socket's path has {_PATH_BYTES} bytes at most; name a shorter folder"
         )
     return path
+
+
+def folder_for(wanted: Path) -> Path:
+    """Return the folder that is wanted, or one of the user's own if a socket's path is too long."""
+    if _fits(wanted / "model.sock"):
+        return wanted
+    return Path(f"{_users_own()}-{hashlib.sha256(os.fsencode(wanted)).hexdigest()[:12]}")
+
+
+def _fits(path: Path) -> bool:
+    return len(os.fsencode(path)) <= _PATH_BYTES
 
 
 def _users_own() -> Path:

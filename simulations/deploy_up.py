@@ -3,121 +3,37 @@
 
 For one machine's part under systemd or in a container, and for a whole federation on one machine.
 A process that ends by itself ends the command with 1: to start it again is the supervisor's work.
+A node that keeps its model loaded is the exception, see ``deploy_warm``.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
-import re
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from fedloom import certificates
 from fedloom.errors import Refusal
+from fedloom.simulations.deploy_process import Running, Say
+from fedloom.simulations.deploy_warm import WarmNode
 from fedloom.simulations.deployment import Coordinator, Deployment, Node, Part
-from fedloom.simulations.processes import Family, marked, terminable
-from fedloom.simulations.superlink import TETHER, SuperLinkError
+from fedloom.simulations.processes import terminable
+from fedloom.simulations.superlink import SuperLinkError
 
-Say = Callable[[str], None]
-
-CONNECTED = re.compile(r"SuperNode ID: (\d+)")
 START_SECONDS = 120.0
-WATCH_SECONDS, LOOK_SECONDS = 1.0, 5.0  # at the process; at all processes, which costs more
+WATCH_SECONDS = 1.0
 REGISTERED = "registered.json"
-_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-_TAIL = 12  # lines
 _COMMANDS = """
 import json, sys
 from flwr.cli.app import app
 for command in json.load(sys.stdin):
     app(command, standalone_mode=False)
 """
-
-
-class Running:
-    """One part's process with all that it starts; what they say is passed on, line by line.
-
-    Parameters
-    ----------
-    part
-        Which.
-    say
-        Takes a line.
-    """
-
-    def __init__(self, part: Part, say: Say) -> None:
-        self.part, self._say = part, say
-        self.tail: list[str] = []
-        self.connected = threading.Event()
-        self._looked = 0.0
-        part.home.mkdir(mode=0o700, exist_ok=True)
-        empty = part.home / "empty"  # the working folder stands on the path of what is run there
-        empty.mkdir(exist_ok=True)
-        environment = part.environment()
-        self._mark = f"FLWR_HOME={part.home}"
-        if alive := marked(self._mark):
-            raise Refusal(
-                f"{part.label} of {part.folder} is up already (process {min(alive)}): stop it first"
-            )
-        command = part.command()
-        if sys.platform == "linux":
-            command = [sys.executable, "-c", TETHER, *command]
-        self.process = subprocess.Popen(
-            command,
-            env=environment,
-            cwd=empty,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        self.family = Family(self.process, self._mark)
-        self._pump = threading.Thread(target=self._pass_on, daemon=True)
-        self._pump.start()
-
-    def _pass_on(self) -> None:
-        assert self.process.stdout is not None
-        for raw in self.process.stdout:
-            line = _COLOUR.sub("", raw.decode("utf-8", "replace")).rstrip()
-            if line:
-                self.tail = [*self.tail[-_TAIL:], line]
-                # A reader that has gone away must not stop the process by a pipe that fills up.
-                with contextlib.suppress(OSError, ValueError):
-                    self._say(f"[{self.part.label}] {line}")
-            if CONNECTED.search(line):
-                self.connected.set()
-
-    def check(self) -> None:
-        """Raise if the process, or the SuperExec that starts its tasks, has ended.
-
-        Raises
-        ------
-        SuperLinkError
-            With the last that it said.
-        """
-        said = "\n".join(self.tail)
-        if (code := self.process.poll()) is not None:
-            self._pump.join(2.0)
-            said = "\n".join(self.tail)
-            raise SuperLinkError(f"{self.part.label} ended with code {code}\n{said}")
-        if time.monotonic() - self._looked < LOOK_SECONDS:
-            return
-        self._looked = time.monotonic()
-        had = bool(self.family.children)
-        self.family.look()
-        if had and not self.family.children:  # /health stays green, and no task ever starts
-            raise SuperLinkError(f"flower-superexec of {self.part.label} has died\n{said}")
-
-    def end(self) -> None:
-        """End the process and all that it started."""
-        self.family.end()
 
 
 def up(parts: Sequence[Part], say: Say) -> None:
@@ -131,19 +47,25 @@ def up(parts: Sequence[Part], say: Say) -> None:
     for part in parts:
         _check(part)
     with terminable(), ExitStack() as stack:
-        running: list[Running] = []
+        running: list[Running | WarmNode] = []
         for part in parts:
-            running.append(one := Running(part, say))
+            running.append(one := _start(part, say))
             stack.callback(one.end)
             if isinstance(part, Coordinator):
-                _wait(one, running)
+                _wait(part, running)
                 register(part, say)
                 where = f"{part.address} (TLS, keys of {len(part.public_keys())} nodes)"
                 say(f"fedloom: the coordinator takes nodes at {where}")
         _follow(running, say)
 
 
-def _follow(running: Sequence[Running], say: Say) -> None:
+def _start(part: Part, say: Say) -> Running | WarmNode:
+    if isinstance(part, Node) and part.warm_folder() is not None:
+        return WarmNode(part, say)
+    return Running(part, say)
+
+
+def _follow(running: Sequence[Running | WarmNode], say: Say) -> None:
     """Watch until interrupted; say once when every node has joined."""
     joining = [one for one in running if isinstance(one.part, Node)]
     while True:
@@ -155,15 +77,15 @@ def _follow(running: Sequence[Running], say: Say) -> None:
         time.sleep(WATCH_SECONDS)
 
 
-def _wait(coordinator: Running, running: Sequence[Running]) -> None:
+def _wait(coordinator: Coordinator, running: Sequence[Running | WarmNode]) -> None:
     deadline = time.monotonic() + START_SECONDS
-    while not coordinator.part.healthy():
+    while not coordinator.healthy():
         for one in running:
             one.check()
         if time.monotonic() > deadline:
             raise SuperLinkError(f"no sign of health within {START_SECONDS:.0f} s")
         time.sleep(0.2)
-    coordinator.check()  # a stranger may hold the port
+    running[-1].check()  # a stranger may hold the port
 
 
 def _check(part: Part) -> None:

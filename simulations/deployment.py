@@ -27,6 +27,8 @@ from fedloom.simulations.superlink import environment, tool
 
 REFUSE, ALLOW = "refuse", "allow"
 HERE, ANYWHERE = "here", "anywhere"
+ON, OFF = "on", "off"
+WARM, WARM_KEPT = "FEDLOOM_WARM", "FEDLOOM_WARM_KEPT"  # fedloom.clients.warm_frames
 POLL = "FLWR_SUPEREXEC_TASK_POLL_INTERVAL"  # seconds; Flower's own 1 s is a wait in each message
 
 
@@ -187,6 +189,8 @@ class Node(Part):
     partitions: int
     data: str = ""
     """Rows that only this node has: a file of the kind that ``data.source`` reads; never sent."""
+    warm: str = ON
+    """``on``: a model server beside the SuperNode keeps the model between messages; or ``off``."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -196,6 +200,8 @@ class Node(Part):
             )
         if self.data and not self.rows().exists():
             raise Refusal(f"{self.FILE}: data = {self.data}, but {self.rows()} is not there")
+        if self.warm not in (ON, OFF):
+            raise Refusal(f'{self.FILE}: warm = "{self.warm}", expected on or off')
         if '"' in self.data or "'" in self.data:
             raise Refusal(f"{self.FILE}: data = {self.data}, expected a path without quotes")
 
@@ -226,7 +232,24 @@ class Node(Part):
 
     def environment(self) -> dict[str, str]:
         """Return the environment; what clients keep lies in the node's folder, by default."""
-        return {STATE: str(self.folder / "state"), **super().environment()}
+        told = {STATE: str(self.folder / "state"), **super().environment()}
+        if (folder := self.warm_folder()) is not None:
+            told |= {WARM: str(folder), WARM_KEPT: "1"}
+        return told
+
+    def warm_folder(self) -> Path | None:
+        """Return the folder of the model server's socket, or nothing if none is wanted.
+
+        ``FEDLOOM_WARM`` comes before the settings: ``off``, or a folder with one in it for each
+        node.  In a node's folder by default, and in the user's own where a socket's path has no
+        room for that.
+        """
+        named = os.environ.get(WARM, "")
+        if OFF in (self.warm, named):
+            return None
+        from fedloom.clients.warm_frames import folder_for  # with Flower, which takes a second
+
+        return folder_for(Path(named) / f"{self.partition + 1}" if named else self.home / "warm")
 
     def healthy(self) -> bool:
         """Ask the node's own API for its health; that it has joined is the coordinator's word."""

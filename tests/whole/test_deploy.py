@@ -2,16 +2,17 @@
 
 One SuperLink and three SuperNodes, each brought up by ``fedloom deploy up`` as on a machine of its
 own.  On an idle machine of two cores no test takes two minutes; most of it is Flower starting a
-process, with torch in it, for each message.
+process for each message, on one of the nodes with torch in it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import signal
-import socket
+import stat
 import subprocess
 import sys
 import time
@@ -21,16 +22,29 @@ from pathlib import Path
 import pytest
 
 from fedloom import certificates
+from fedloom.clients import warm, warm_frames
+from fedloom.config import RunConfig
 from fedloom.flat import toml_lines
 from fedloom.simulations.deployed import DeployedSuperLink
 from fedloom.simulations.deployment import Deployment
-from fedloom.simulations.inprocess import run_in_process
 from fedloom.simulations.processes import marked, process_table
 
+from crashes import told
+from deployments import (
+    PATIENCE,
+    Up,
+    change,
+    fedloom,
+    free_ports,
+    run_both,
+    start_again,
+    values,
+    wait_until,
+)
+from meetings import MODELS, write_fusers
 from runs import rows
 
 pytestmark = pytest.mark.slow
-PATIENCE = 600  # seconds; only a machine that is busy with other things needs them
 
 SERVER = """
 from pathlib import Path
@@ -71,51 +85,12 @@ file = "{file}"
 """
 
 
-class Up:
-    """``fedloom deploy up`` of one part, with what it says in a file."""
-
-    def __init__(self, part: Path) -> None:
-        self.part, self.log = part, part.parent / f"{part.name}.log"
-        command = [sys.executable, "-m", "fedloom.simulations", "deploy", "up", str(part)]
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-
-    def said(self) -> str:
-        return self.log.read_text(errors="replace")
-
-    def wait_for(self, words: str) -> None:
-        deadline = time.monotonic() + PATIENCE
-        while words not in self.said():
-            assert self.process.poll() is None, self.said()
-            assert time.monotonic() < deadline, self.said()
-            time.sleep(0.3)
-
-    def ends(self) -> int:
-        return self.process.wait(PATIENCE)
-
-    def stop(self) -> int:
-        self.process.terminate()
-        return self.ends()
-
-
-def free_ports(count: int) -> list[int]:
-    probes = [socket.socket() for _ in range(count)]
-    for probe in probes:
-        probe.bind(("127.0.0.1", 0))
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
-
-
-def fedloom(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "fedloom.simulations", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=2 * PATIENCE)
-
-
 @pytest.fixture(scope="module")
 def federation(tmp_path_factory) -> Iterator[tuple[Path, dict[int, Up]]]:
-    """A coordinator that lets code in, for one test's sake, and three nodes that do not."""
+    """A coordinator that lets code in, for one test's sake, and three nodes that do not.
+
+    Two keep their model loaded, as nodes do by default; the third starts anew for each message.
+    """
     folder = tmp_path_factory.mktemp("federation") / "d"
     port, *node_ports = free_ports(4)
     began = time.monotonic()
@@ -124,6 +99,7 @@ def federation(tmp_path_factory) -> Iterator[tuple[Path, dict[int, Up]]]:
     change(folder / "coordinator/coordinator.toml", '"refuse"', '"allow"')
     for number, own in enumerate(node_ports, start=1):
         change(folder / f"nodes/{number}/node.toml", f"{9100 + number}", str(own))
+    change(folder / "nodes/3/node.toml", 'warm = "on"', 'warm = "off"')
     coordinator = Up(folder / "coordinator")
     ups: dict[int, Up] = {}
     try:
@@ -139,50 +115,9 @@ def federation(tmp_path_factory) -> Iterator[tuple[Path, dict[int, Up]]]:
         for up in (*ups.values(), coordinator):
             up.stop()
     for part in (coordinator, *ups.values()):
-        assert marked(f"FLWR_HOME={part.part / 'home'}") == set()
-
-
-def start_again(part: Path) -> Up:
-    """Do as a supervisor would: for a minute the SuperLink has the dead node online still."""
-    deadline = time.monotonic() + PATIENCE
-    while time.monotonic() < deadline:
-        (part.parent / f"{part.name}.log").unlink(missing_ok=True)
-        up = Up(part)
-        while up.process.poll() is None:
-            if "1 node connected" in up.said():
-                return up
-            time.sleep(0.3)
-        assert "Failed to activate SuperNode" in up.said(), up.said()
-        time.sleep(5.0)
-    raise AssertionError(f"{part} could not join again")
-
-
-def change(file: Path, before: str, after: str) -> None:
-    text = file.read_text()
-    assert before in text
-    file.write_text(text.replace(before, after))
-
-
-def run_both(config, folder: Path, tmp_path: Path) -> tuple[Path, Path]:
-    """Run a recipe on the nodes and in this process; return the two folders."""
-    recipe = tmp_path / "recipe.toml"
-    recipe.write_text(toml_lines(config.flat()))
-    done = fedloom("run", recipe, "--on", folder, "--name", "nodes")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "report: " in done.stdout
-    run_in_process(config.replaced(name="here"))
-    there, here = (Path(config.output) / name for name in ("nodes", "here"))
-    assert (there / "report.html").exists()
-    assert {f.name for f in here.iterdir()} <= {f.name for f in there.iterdir()}
-    return there, here
-
-
-def values(folder: Path) -> list[tuple]:
-    """Return who sent how many bytes of array values, when; framing holds node ids."""
-    ledger = [row for row in rows(folder, "ledger") if row["dtype"] != "framing"]
-    return sorted(
-        (r["round"], r["phase"], r["direction"], r["partition"], r["bytes"]) for r in ledger
-    )
+        for home in ("home", "home/model"):
+            assert marked(f"FLWR_HOME={part.part / home}") == set()
+        assert not list(part.part.glob("home/warm/*.sock"))
 
 
 def test_node_killed_in_a_round_is_named_and_joins_again(federation, digits, tmp_path):
@@ -224,6 +159,36 @@ def test_node_killed_in_a_round_is_named_and_joins_again(federation, digits, tmp
     assert status.stdout.count("online") == 3, status.stdout
 
 
+def test_a_client_process_that_is_killed_is_named_and_its_node_stays(federation, digits, tmp_path):
+    """Node 3 has a process for each message, which Flower hears no more of, and says so."""
+    folder, ups = federation
+    config = digits(clients__count=3, faast__alphas="0.6", data__dirichlet=1.0, name="died")
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(toml_lines(config.flat()))
+    command = [sys.executable, "-m", "fedloom.simulations", "run", str(recipe), "--on", str(folder)]
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    events = tmp_path / "died/events.jsonl"
+    wait_until(lambda: events.exists() and '"phase": "train"' in events.read_text())
+
+    def killed() -> bool:  # Flower may start it once more
+        for pid in marked(f"FLWR_HOME={folder / 'nodes/3/home'}"):
+            with contextlib.suppress(OSError):
+                if b"flwr-clientapp" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    os.kill(pid, signal.SIGKILL)
+        return '"client-failed"' in events.read_text()
+
+    wait_until(killed)
+    said, _ = run.communicate(timeout=PATIENCE)
+    assert run.returncode == 0, said
+    lost = [e for e in rows(tmp_path / "died", "events") if e["event"] == "client-failed"]
+    assert [(e["partition"], e["phase"]) for e in lost] == [(2, "train")]
+    assert "client 2 dirichlet 2 failed in train" in said
+    summed = [r["partition"] for r in rows(tmp_path / "died", "metrics") if r["phase"] == "train"]
+    assert sorted(summed) == [0, 1]
+    assert ups[3].process.poll() is None
+    assert "ended" not in ups[3].said()
+
+
 def test_faast_on_nodes_solves_the_simulations_weights(federation, digits, tmp_path):
     config = digits(clients__count=3, faast__alphas="0.6", data__dirichlet=1.0)
     there, here = run_both(config, federation[0], tmp_path)
@@ -245,6 +210,92 @@ def test_fednl_on_nodes_trains_the_simulations_adapter(federation, recipe, tmp_p
         for f in (there, here)
     ]
     assert scores[0] == scores[1]
+
+
+@pytest.fixture
+def meeting(questions, tmp_path):
+    """``meeting()``: three small models of three architectures, two questions each."""
+    flat = {
+        "method": "fedrefine",
+        "rounds": 1,
+        "refine.models": ",".join(f"tiny:{family}" for family in MODELS),
+        "refine.fusers": str(write_fusers(tmp_path / "fusers")),
+        "refine.questions": 2,
+        "refine.deadline-seconds": float(PATIENCE),
+        "data.source": f"path:{questions}",
+        "data.min-train": 4,
+        "data.min-test": 2,
+        "clients.count": 3,
+        "output": str(tmp_path),
+    }
+    return lambda **changes: RunConfig.from_flat({**flat, **changes})
+
+
+def test_fedrefine_on_nodes_gives_the_simulations_scores(federation, meeting, tmp_path):
+    """Keys and nonces are fresh in each run; what is read out of the caches is the same."""
+    config = meeting()
+    there, here = run_both(config, federation[0], tmp_path)
+    sent = [[row for row in values(f) if row[1] != "keep_fusers"] for f in (there, here)]
+    assert sent[0] == sent[1]  # but fusers, which a node that has them is not sent again
+    scores, others = (
+        [
+            {key: value for key, value in row.items() if "seconds" not in key}
+            for row in told(config.replaced(name=f.name), "metrics")
+        ]
+        for f in (there, here)
+    )
+    assert scores == others
+    pairs, others = (
+        [row for row in told(config.replaced(name=f.name), "events") if row["event"] == "pair"]
+        for f in (there, here)
+    )
+    assert pairs == others
+    assert len(pairs) == 6
+    assert all(pair["used"] == pair["rows"] == 2 for pair in pairs)
+    scored = {(row["phase"], row["partition"]): row for row in scores if "partition" in row}
+    for partition in range(3):  # what came over the wire was heard
+        among, alone = (scored[phase, partition] for phase in ("evaluate", "frozen"))
+        assert among["gold-ce-sum"] != alone["gold-ce-sum"]
+
+
+def test_fedrefine_on_nodes_gives_the_simulations_answer(federation, meeting, tmp_path):
+    one = {"refine.question": "what is it?", "refine.receiver": 2, "refine.new-tokens": 6}
+    found = []
+    for folder in run_both(meeting(**one), federation[0], tmp_path):
+        (answer,) = (row for row in rows(folder, "events") if row["event"] == "answer")
+        found.append(json.loads(bytes.fromhex(answer["sealed"])))
+    assert found[0] == found[1]
+    assert found[0]["answer"] != found[0]["standalone"]
+
+
+def test_a_restarted_node_answers_with_the_base_that_its_server_has(
+    federation, recipe, tmp_path, monkeypatch
+):
+    """Its SuperNode is killed with no warning; ``deploy up`` starts it again by itself."""
+    folder, ups = federation
+    own = folder / "nodes/1/home/warm"
+    assert stat.S_IMODE(own.stat().st_mode) == 0o700
+    assert stat.S_IMODE((own / "model.sock").stat().st_mode) == 0o600
+    monkeypatch.setenv(warm_frames.VARIABLE, str(own))
+    before = warm.call(warm_frames.STOP)["pid"]  # a user's `fedloom node stop`
+    wait_until(lambda: warm.call(warm_frames.PING).get("pid", before) != before)
+    server = warm.call(warm_frames.PING)["pid"]
+    config = recipe(clients__count=3, rounds=1, model__device="cpu")
+    file = tmp_path / "recipe.toml"
+    file.write_text(toml_lines(config.flat()))
+
+    def loads(name: str) -> list[tuple[int, int]]:
+        done = fedloom("run", file, "--on", folder, "--name", name)
+        assert done.returncode == 0, done.stdout + done.stderr
+        trained = [row for row in rows(tmp_path / name, "metrics") if row["phase"] == "train"]
+        return [(row["base-loads"], row["pid"]) for row in trained if row["partition"] == 0]
+
+    assert loads("before") == [(1, server)]
+    (root,) = {p for p, e in process_table().items() if e.parent == ups[1].process.pid} - {server}
+    os.kill(root, signal.SIGKILL)
+    ups[1].wait_for("node 1 has joined again")
+    assert "its model stays, and it is started again" in ups[1].said()
+    assert loads("after") == [(1, server)]
 
 
 def test_status_says_who_is_there(federation):

@@ -1,0 +1,109 @@
+"""``fedloom deploy up`` and ``fedloom run --on`` as a user types them, each a process."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from fedloom.flat import toml_lines
+from fedloom.simulations.inprocess import run_in_process
+
+from runs import rows
+
+PATIENCE = 600  # seconds; only a machine that is busy with other things needs them
+
+
+class Up:
+    """``fedloom deploy up`` of one part, with what it says in a file."""
+
+    def __init__(self, part: Path) -> None:
+        self.part, self.log = part, part.parent / f"{part.name}.log"
+        command = [sys.executable, "-m", "fedloom.simulations", "deploy", "up", str(part)]
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+
+    def said(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def wait_for(self, words: str) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while words not in self.said():
+            assert self.process.poll() is None, self.said()
+            assert time.monotonic() < deadline, self.said()
+            time.sleep(0.3)
+
+    def ends(self) -> int:
+        return self.process.wait(PATIENCE)
+
+    def stop(self) -> int:
+        self.process.terminate()
+        return self.ends()
+
+
+def free_ports(count: int) -> list[int]:
+    probes = [socket.socket() for _ in range(count)]
+    for probe in probes:
+        probe.bind(("127.0.0.1", 0))
+    ports = [probe.getsockname()[1] for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
+
+
+def fedloom(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "fedloom.simulations", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=2 * PATIENCE)
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.3)
+
+
+def start_again(part: Path) -> Up:
+    """Do as a supervisor would: for a minute the SuperLink has the dead node online still."""
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline:
+        (part.parent / f"{part.name}.log").unlink(missing_ok=True)
+        up = Up(part)
+        while up.process.poll() is None:
+            if "1 node connected" in up.said():
+                return up
+            time.sleep(0.3)
+        assert "Failed to activate SuperNode" in up.said(), up.said()
+        time.sleep(5.0)
+    raise AssertionError(f"{part} could not join again")
+
+
+def change(file: Path, before: str, after: str) -> None:
+    text = file.read_text()
+    assert before in text
+    file.write_text(text.replace(before, after))
+
+
+def run_both(config, folder: Path, tmp_path: Path) -> tuple[Path, Path]:
+    """Run a recipe on the nodes and in this process; return the two folders."""
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(toml_lines(config.flat()))
+    done = fedloom("run", recipe, "--on", folder, "--name", "nodes")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "report: " in done.stdout
+    run_in_process(config.replaced(name="here"))
+    there, here = (Path(config.output) / name for name in ("nodes", "here"))
+    assert (there / "report.html").exists()
+    assert {f.name for f in here.iterdir()} <= {f.name for f in there.iterdir()}
+    return there, here
+
+
+def values(folder: Path) -> list[tuple]:
+    """Return who sent how many bytes of array values, when; framing holds node ids."""
+    ledger = [row for row in rows(folder, "ledger") if row["dtype"] != "framing"]
+    return sorted(
+        (r["round"], r["phase"], r["direction"], r["partition"], r["bytes"]) for r in ledger
+    )
