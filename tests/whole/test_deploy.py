@@ -7,7 +7,6 @@ process for each message, on one of the nodes with torch in it.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
@@ -157,36 +156,6 @@ def test_node_killed_in_a_round_is_named_and_joins_again(federation, digits, tmp
     assert (last["event"], last["status"]) == ("end", "completed")
     status = fedloom("deploy", "status", folder)
     assert status.stdout.count("online") == 3, status.stdout
-
-
-def test_a_client_process_that_is_killed_is_named_and_its_node_stays(federation, digits, tmp_path):
-    """Node 3 has a process for each message, which Flower hears no more of, and says so."""
-    folder, ups = federation
-    config = digits(clients__count=3, faast__alphas="0.6", data__dirichlet=1.0, name="died")
-    recipe = tmp_path / "recipe.toml"
-    recipe.write_text(toml_lines(config.flat()))
-    command = [sys.executable, "-m", "fedloom.simulations", "run", str(recipe), "--on", str(folder)]
-    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    events = tmp_path / "died/events.jsonl"
-    wait_until(lambda: events.exists() and '"phase": "train"' in events.read_text())
-
-    def killed() -> bool:  # Flower may start it once more
-        for pid in marked(f"FLWR_HOME={folder / 'nodes/3/home'}"):
-            with contextlib.suppress(OSError):
-                if b"flwr-clientapp" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                    os.kill(pid, signal.SIGKILL)
-        return '"client-failed"' in events.read_text()
-
-    wait_until(killed)
-    said, _ = run.communicate(timeout=PATIENCE)
-    assert run.returncode == 0, said
-    lost = [e for e in rows(tmp_path / "died", "events") if e["event"] == "client-failed"]
-    assert [(e["partition"], e["phase"]) for e in lost] == [(2, "train")]
-    assert "client 2 dirichlet 2 failed in train" in said
-    summed = [r["partition"] for r in rows(tmp_path / "died", "metrics") if r["phase"] == "train"]
-    assert sorted(summed) == [0, 1]
-    assert ups[3].process.poll() is None
-    assert "ended" not in ups[3].said()
 
 
 def test_faast_on_nodes_solves_the_simulations_weights(federation, digits, tmp_path):
