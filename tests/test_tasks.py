@@ -57,6 +57,17 @@ def said(row):
     return [decode([row.ids[at] for at in span]).strip() for span in spans]
 
 
+def written_out(base, prompt, row):
+    """Return each option's log-probability after a prompt, with no cache, over the four."""
+    likely = []
+    for option in row.answer_ids:
+        with torch.no_grad():
+            logits = base.model(torch.tensor([[*prompt, *option]]), use_cache=False).logits[0]
+        said_ids = torch.tensor(option)
+        likely.append(-F.cross_entropy(logits[len(prompt) - 1 : -1], said_ids, reduction="sum"))
+    return torch.stack(likely).log_softmax(0)
+
+
 def test_a_lesson_asks_for_every_value_or_lists_options_never_both(needles):
     every = task_of(needles).lessons(1)
     lessons = [row for row in every if "option" in text_of(row) or len(said(row)) == 4]
@@ -152,13 +163,7 @@ def test_unlisted_values_are_scored_after_the_bare_question(needles):
         row = encode(example, base.tokenizer)
         assert score.tokens == len(row.open_ids) < len(row.prompt_ids)
         prompt = [*row.open_ids, *row.stem_ids]
-        likely = []
-        for option in row.answer_ids:
-            with torch.no_grad():
-                logits = base.model(torch.tensor([[*prompt, *option]]), use_cache=False).logits[0]
-            said_ids = torch.tensor(option)
-            likely.append(-F.cross_entropy(logits[len(prompt) - 1 : -1], said_ids, reduction="sum"))
-        among = torch.stack(likely).log_softmax(0)
+        among = written_out(base, prompt, row)
         assert score.letter_ce == pytest.approx(-float(among[row.gold]), abs=1e-3)
     for row in task.lessons(1):
         assert "option" not in text_of(row)
@@ -174,13 +179,7 @@ def test_a_needles_score_is_that_of_its_four_values_written_out(needles):
     for example, score in zip(task._test, found, strict=True):
         row = encode(example, base.tokenizer)
         prompt = [*row.prompt_ids, *row.stem_ids]
-        likely = []
-        for option in row.answer_ids:
-            with torch.no_grad():
-                logits = base.model(torch.tensor([[*prompt, *option]]), use_cache=False).logits[0]
-            said_ids = torch.tensor(option)
-            likely.append(-F.cross_entropy(logits[len(prompt) - 1 : -1], said_ids, reduction="sum"))
-        among = torch.stack(likely).log_softmax(0)
+        among = written_out(base, prompt, row)
         assert score.letter_ce == pytest.approx(-float(among[row.gold]), abs=1e-3)
         assert score.place.depth == example.budget
         assert score.choices == 4

@@ -52,11 +52,8 @@ class Task:
 
     def lessons(self, server_round: int) -> list[Lesson]:
         """Return what is learnt from in a round: all training rows, or the curriculum's share."""
-        rows, train, rounds = (
-            list(map(self._lesson, self._train)),
-            self.config.train,
-            self.config.rounds,
-        )
+        rows = [self._lesson(example) for example in self._train]
+        train, rounds = self.config.train, self.config.rounds
         if not train.curriculum or server_round > rounds:
             return rows
         stages = train.curriculum_stages or rounds

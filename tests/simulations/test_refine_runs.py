@@ -18,7 +18,7 @@ from fedloom.simulations import client_app, server_app
 from fedloom.simulations.inprocess import serve_on
 from fedloom.simulations.refine_remote import opened
 
-from meetings import MODELS, events, write_fusers
+from meetings import MODELS, events, meeting_of, write_fusers
 from runs import Recorder, rows
 
 
@@ -30,20 +30,7 @@ def fusers(tmp_path_factory):
 @pytest.fixture
 def meeting(questions, tmp_path, fusers):
     def build(**changes) -> RunConfig:
-        flat = {
-            "method": "fedrefine",
-            "name": "fedrefine",
-            "rounds": 1,
-            "refine.models": ",".join(f"tiny:{family}" for family in MODELS),
-            "refine.fusers": str(fusers),
-            "refine.questions": 2,
-            "data.source": f"path:{questions}",
-            "data.min-train": 4,
-            "data.min-test": 2,
-            "clients.count": 3,
-            "output": str(tmp_path),
-        }
-        return RunConfig.from_flat({**flat, **changes})
+        return meeting_of(questions, fusers, tmp_path, **changes)
 
     return build
 

@@ -16,7 +16,7 @@ from fedloom.simulations.findings import report_data
 from fedloom.simulations.inprocess import serve_on
 from fedloom.simulations.report import summary, write_report
 
-from meetings import MODELS, events, write_fusers
+from meetings import MODELS, events, meeting_of, write_fusers
 from runs import Recorder, rows
 
 # typer 0.20, which Flower 1.42 asks for, uses what click 8.5 calls deprecated
@@ -65,20 +65,7 @@ def gains(tmp_path):
 @pytest.fixture
 def meeting(questions, tmp_path, fusers):
     def build(**changes) -> RunConfig:
-        flat = {
-            "method": "fedrefine",
-            "name": "fedrefine",
-            "rounds": 1,
-            "refine.models": ",".join(f"tiny:{family}" for family in MODELS),
-            "refine.fusers": str(fusers),
-            "refine.questions": 2,
-            "data.source": f"path:{questions}",
-            "data.min-train": 4,
-            "data.min-test": 2,
-            "clients.count": 3,
-            "output": str(tmp_path / "runs"),
-        }
-        return RunConfig.from_flat({**flat, **changes})
+        return meeting_of(questions, fusers, tmp_path / "runs", **changes)
 
     return build
 

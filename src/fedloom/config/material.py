@@ -123,8 +123,8 @@ class NiahConfig:
     the model is asked of is the haystack alone."""
     lessons: str = "questions"
     """What a training row asks after its context: ``questions`` are asked as in a test;
-    ``sentences`` says all events but one again, in another order and as they were told, which
-    costs a third of the tokens, and then asks for that one as in a test."""
+    ``sentences`` asks for one as in a test and says all others again, in another order and as
+    they were told, in fewer tokens. No lesson of sentences lists options."""
     depths: str = "0.1,0.3,0.5,0.7"
     """Where events stand, as fractions of the filler; each is asked for equally often. Fewer than
     four get distractors at random depths; a counter's events are spread evenly."""

@@ -161,8 +161,8 @@ def encode_lesson(example: Asks, tokenizer: Encodes, *, options: bool = True) ->
 def encode_retelling(example: Asks, tokenizer: Encodes, order: Sequence[int]) -> EncodedLesson:
     """Encode a haystack, its question with the answer, and all other events told again.
 
-    Sentences cost a third of questions and teach the same binding. The question comes first: after
-    them, the right value would be the one that was not just said.
+    Sentences cost fewer tokens than questions. The question comes first: after them, the right
+    value would be the one that was not just said.
 
     Parameters
     ----------
