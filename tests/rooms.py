@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 
 import torch
 
 from fedloom.adapters.fuser import CacheFuser, FuserConfig
+from fedloom.models import tiny
 from fedloom.models.base import Base, load_base
 from fedloom.slices.geometry import Geometry, geometry_of
 from fedloom.slices.slice import export_cache
@@ -20,6 +22,21 @@ PAIRS = (("llama", "qwen3"), ("qwen3", "qwen2"), ("qwen2", "gemma3"), ("gemma3",
 def room(family: str, dtype: str = "float64") -> tuple[Base, Geometry]:
     base = load_base(f"tiny:{family}", dtype)
     return base, geometry_of(base.model, base.base_hash, base.tokenizer_hash)
+
+
+def save_with_tokenizer(folder: Path, family: str) -> Path:
+    """Save a tiny model as ``save_pretrained`` does, with a real tokenizer, a byte a token."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tiny.build(family).save_pretrained(folder)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate([*alphabet, "<|end|>"])}
+    plain = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    plain.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="<|end|>").save_pretrained(folder)
+    return folder
 
 
 def fuser_of(sender: str, receiver: str, dtype: str = "float64", **told) -> CacheFuser:

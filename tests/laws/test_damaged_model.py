@@ -6,28 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from fedloom.models import tiny
 from fedloom.models.base import forget_bases
 from fedloom.simulations.runner import run_recipe
 
+from rooms import save_with_tokenizer
 from runs import rows
 
 
 @pytest.fixture
 def saved(tmp_path) -> Path:
     """A tiny model with a byte for each token, as ``save_pretrained`` writes them."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    folder = tmp_path / "model"
-    tiny.build("llama").save_pretrained(folder)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: i for i, token in enumerate([*alphabet, "<|end|>"])}
-    plain = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    plain.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="<|end|>").save_pretrained(folder)
-    return folder
+    return save_with_tokenizer(tmp_path / "model", "llama")
 
 
 def test_a_run_on_a_damaged_model_fails_with_its_name_and_runs_once_mended(

@@ -17,6 +17,8 @@ from fedloom.models.base import bases_loaded, load_base
 from fedloom.models.embedded import EMBEDDED
 from fedloom.models.sources import Source, locate, parse_source
 
+from rooms import save_with_tokenizer
+
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
@@ -27,18 +29,7 @@ def cache(tmp_path, monkeypatch):
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """A tiny model with a real tokenizer of 259 tokens, as ``save_pretrained`` writes them."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    folder = tmp_path_factory.mktemp("model")
-    tiny.build("qwen3").save_pretrained(folder)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: i for i, token in enumerate([*alphabet, "<|end|>"])}
-    plain = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    plain.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="<|end|>").save_pretrained(folder)
-    return folder
+    return save_with_tokenizer(tmp_path_factory.mktemp("model"), "qwen3")
 
 
 @pytest.mark.parametrize(

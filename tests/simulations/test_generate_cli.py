@@ -20,19 +20,6 @@ WRITE = ["--temperature", "1", "--seed", "3"]  # a random model's greedy answers
 
 
 @pytest.fixture
-def fedloom(capsys):
-    """Run a command in this process; exit code, stdout, stderr."""
-
-    def call(*arguments) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as left:
-            cli.main([str(argument) for argument in arguments])
-        said = capsys.readouterr()
-        return int(left.value.code or 0), said.out, said.err
-
-    return call
-
-
-@pytest.fixture
 def trained(recipe) -> Path:
     config = recipe(rounds=1, memory__window=8, memory__sinks=1)
     run_in_process(config)

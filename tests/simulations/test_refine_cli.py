@@ -6,8 +6,6 @@ import json
 
 import pytest
 
-from fedloom.simulations import cli
-
 from meetings import write_fusers
 
 # typer 0.20, which Flower 1.42 asks for, uses what click 8.5 calls deprecated
@@ -20,17 +18,6 @@ PAIRS = [("llama", "qwen3"), ("qwen2", "llama")]
 @pytest.fixture(scope="module")
 def fusers(tmp_path_factory):
     return write_fusers(tmp_path_factory.mktemp("fusers"), pairs=PAIRS)
-
-
-@pytest.fixture
-def fedloom(capsys):
-    def call(*arguments) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as left:
-            cli.main([str(argument) for argument in arguments])
-        said = capsys.readouterr()
-        return int(left.value.code or 0), said.out, said.err
-
-    return call
 
 
 def test_it_answers_and_says_who_was_heard(fedloom, fusers):

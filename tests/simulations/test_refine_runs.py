@@ -18,7 +18,7 @@ from fedloom.simulations import client_app, server_app
 from fedloom.simulations.inprocess import serve_on
 from fedloom.simulations.refine_remote import opened
 
-from meetings import MODELS, events, meeting_of, write_fusers
+from meetings import events, meeting_of, write_fusers
 from runs import Recorder, rows
 
 

@@ -11,12 +11,12 @@ import pytest
 from fedloom.config import RunConfig
 from fedloom.errors import Refusal
 from fedloom.secure.channel import EXPORT, KEEP
-from fedloom.simulations import cli, client_app, server_app
+from fedloom.simulations import client_app, server_app
 from fedloom.simulations.findings import report_data
 from fedloom.simulations.inprocess import serve_on
 from fedloom.simulations.report import summary, write_report
 
-from meetings import MODELS, events, meeting_of, write_fusers
+from meetings import events, meeting_of, write_fusers
 from runs import Recorder, rows
 
 # typer 0.20, which Flower 1.42 asks for, uses what click 8.5 calls deprecated
@@ -68,17 +68,6 @@ def meeting(questions, tmp_path, fusers):
         return meeting_of(questions, fusers, tmp_path / "runs", **changes)
 
     return build
-
-
-@pytest.fixture
-def fedloom(capsys):
-    def call(*arguments) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as left:
-            cli.main([str(argument) for argument in arguments])
-        said = capsys.readouterr()
-        return int(left.value.code or 0), said.out, said.err
-
-    return call
 
 
 def serve(config) -> tuple[Recorder, Path]:
