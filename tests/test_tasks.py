@@ -155,6 +155,31 @@ def test_sentences_leave_a_counter_its_one_question(needles):
         assert "modulo 8, is" in text_of(row)
 
 
+@pytest.mark.parametrize("lessons", ["questions", "sentences"])
+def test_the_token_that_tells_values_apart_counts_more(needles, lessons):
+    plain = task_of(needles.replaced(niah__lessons=lessons))
+    weighed = task_of(needles.replaced(niah__lessons=lessons, niah__telling_weight=4.0))
+    for row, other in zip(plain.lessons(1), weighed.lessons(1), strict=True):
+        assert row.weights == ()
+        assert (row.ids, row.labels) == (other.ids, other.labels)
+        telling = [at for at, weight in zip(other.labels, other.weights, strict=True) if weight > 1]
+        assert len(telling) == len(said(row))
+        assert set(other.weights) == {1.0, 4.0}
+        begun = [at for at in row.labels if at - 1 not in row.labels]
+        for start, at in zip(begun, telling, strict=True):  # what all values share comes before it
+            assert not load_base("tiny:llama").tokenizer.decode(list(row.ids[start:at])).strip()
+
+
+def test_primers_ask_for_an_event_at_any_place(needles):
+    rows = task_of(needles.replaced(niah__primer_rows=36, niah__primer_events=3))._train
+    places: dict[int, set[int]] = {1: set(), 2: set(), 3: set()}
+    for row in rows:
+        if row.index < 0:
+            at = sorted(row.context.index(value) for _, _, value in row.asks)
+            places[len(row.asks)].add(at.index(row.context.index(row.value)))
+    assert places == {1: {0}, 2: {0, 1}, 3: {0, 1, 2}}
+
+
 def test_unlisted_values_are_scored_after_the_bare_question(needles):
     config = needles.replaced(niah__listed=False)
     base = load_base(config.model.source)

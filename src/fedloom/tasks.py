@@ -65,7 +65,9 @@ class Task:
     def _lesson(self, example: Any) -> Lesson:
         if isinstance(example, NeedleExample):
             told = self._told(example)
-            return Labelled(told.ids, told.labels)
+            more = self.config.niah.telling_weight
+            weights = [more if at in told.telling else 1.0 for at in told.labels]
+            return Labelled(told.ids, told.labels, tuple(weights) if more != 1 else ())
         return encode(example, self.base.tokenizer, self.config.data.max_tokens)
 
     def _told(self, example: NeedleExample) -> EncodedLesson:

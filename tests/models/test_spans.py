@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -37,6 +39,23 @@ def test_span_loss_is_the_mean_over_labelled_tokens(model):
         torch.testing.assert_close(span_loss(model, BATCH), expected, atol=1e-12, rtol=0)
         cut = Trunk(model, 1, budget=1 << 20)
         torch.testing.assert_close(span_loss(model, BATCH, cut), expected, atol=1e-12, rtol=0)
+
+
+def test_weights_say_how_much_each_label_counts(model):
+    weighed = [replace(BATCH[0], weights=(1.0, 4.0, 0.5, 2.0)), BATCH[1]]
+    each = [-alone(model, row.ids)[at - 1, row.ids[at]] for row in BATCH for at in row.labels]
+    weights = torch.tensor([1.0, 4.0, 0.5, 2.0, 1.0], dtype=torch.float64)
+    expected = (torch.stack(each) * weights).sum() / 8.5
+    with torch.no_grad():
+        torch.testing.assert_close(span_loss(model, weighed), expected, atol=1e-12, rtol=0)
+        even = [replace(row, weights=(3.0,) * len(row.labels)) for row in BATCH]
+        torch.testing.assert_close(span_loss(model, even), span_loss(model, BATCH))
+
+
+@pytest.mark.parametrize("weights", [(1.0,), (1.0, 0.0)])
+def test_weights_are_one_a_label_and_positive(weights):
+    with pytest.raises(ValueError, match="weights"):
+        Labelled((1, 2, 3), (1, 2), weights)
 
 
 @pytest.mark.parametrize("chunk", [3, 256])

@@ -125,6 +125,10 @@ class NiahConfig:
     """What a training row asks after its context: ``questions`` are asked as in a test;
     ``sentences`` asks for one as in a test and says all others again, in another order and as
     they were told, in fewer tokens. No lesson of sentences lists options."""
+    telling_weight: float = 1.0
+    """How many times the token that first tells a value from the others counts in a lesson's loss.
+    The tokens after it follow from it, and can be learnt without knowing whose value is asked for;
+    which value it is hangs on this one."""
     depths: str = "0.1,0.3,0.5,0.7"
     """Where events stand, as fractions of the filler; each is asked for equally often. Fewer than
     four get distractors at random depths; a counter's events are spread evenly."""
@@ -141,6 +145,7 @@ class NiahConfig:
         ):
             at_least(key, count, 1)
         at_least("niah.primer-rows", self.primer_rows, 0)
+        at_least("niah.telling-weight", self.telling_weight, 1)
         one_of("niah.lessons", self.lessons, ("questions", "sentences"))
         at_least("niah.train-tokens-max", self.train_tokens_max, self.train_tokens_min)
         if self.primer_tokens_max:

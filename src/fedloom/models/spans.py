@@ -28,16 +28,20 @@ class Labelled:
     ids: tuple[int, ...]
     labels: tuple[int, ...]
     """Ascending positions in ``ids`` of the tokens to be predicted; none is 0."""
+    weights: tuple[float, ...] = ()
+    """How much each of ``labels`` counts in the loss; none given: all the same."""
 
     def __post_init__(self) -> None:
         if not self.labels or min(self.labels) < 1 or max(self.labels) >= len(self.ids):
             raise ValueError(f"labels {self.labels} in a row of {len(self.ids)} tokens")
+        if self.weights and (len(self.weights) != len(self.labels) or min(self.weights) <= 0):
+            raise ValueError(f"weights {self.weights} of {len(self.labels)} labels")
 
 
 def span_loss(
     model: PreTrainedModel, batch: Sequence[Labelled], trunk: Trunk | None = None
 ) -> Tensor:
-    """Return the mean cross-entropy over all labelled tokens of a batch, in nats."""
+    """Return the weighted mean cross-entropy of a batch's labelled tokens, in nats."""
     device = model.get_output_embeddings().weight.device
     hidden = _hidden(model, [row.ids for row in batch], trunk, device)
     where = [(i, at) for i, row in enumerate(batch) for at in row.labels]
@@ -45,7 +49,12 @@ def span_loss(
     labels = torch.tensor([batch[i].ids[at] for i, at in where], device=device)
     logits_NV = model.get_output_embeddings()(hidden[rows, places - 1])
     wide = torch.promote_types(logits_NV.dtype, torch.float32)
-    return F.cross_entropy(logits_NV.to(wide), labels)
+    if not any(row.weights for row in batch):
+        return F.cross_entropy(logits_NV.to(wide), labels)
+    weights = [w for row in batch for w in row.weights or (1.0,) * len(row.labels)]
+    each_N = F.cross_entropy(logits_NV.to(wide), labels, reduction="none")
+    weights_N = torch.tensor(weights, device=device, dtype=wide)
+    return (each_N * weights_N).sum() / weights_N.sum()
 
 
 def candidate_scores(

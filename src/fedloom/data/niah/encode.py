@@ -77,6 +77,8 @@ class EncodedLesson:
     ids: tuple[int, ...]
     labels: tuple[int, ...]
     """Positions of the answers' tokens."""
+    telling: tuple[int, ...] = ()
+    """Those among them where an answer first differs from the other values of its haystack."""
 
 
 def answer(option: str, letter: str) -> str:
@@ -152,10 +154,10 @@ def encode_lesson(example: Asks, tokenizer: Encodes, *, options: bool = True) ->
         gold = answer(example.options[example.gold], LETTERS[example.gold])
         listed = asking(example.question, example.options, letters.cue)
         asked.append((listed, example.stem, gold))
-    labels: list[int] = []
-    for question, stem, said in asked:
-        _ask(ids, labels, question, stem, said, tokenizer)
-    return EncodedLesson(tuple(ids), tuple(labels))
+    said = _Said(ids, example, tokenizer)
+    for question, stem, value in asked:
+        said.ask(question, stem, value)
+    return said.lesson()
 
 
 def encode_retelling(example: Asks, tokenizer: Encodes, order: Sequence[int]) -> EncodedLesson:
@@ -171,29 +173,56 @@ def encode_retelling(example: Asks, tokenizer: Encodes, order: Sequence[int]) ->
     """
     letters = letter_tokens(tokenizer)
     ids = [*letters.opening, *tokenizer.encode(example.context, add_special_tokens=False)]
-    labels: list[int] = []
+    said = _Said(ids, example, tokenizer)
     gold = example.options[example.gold]
-    _ask(ids, labels, asking(example.question, (), letters.cue), example.stem, gold, tokenizer)
+    said.ask(asking(example.question, (), letters.cue), example.stem, gold)
     end = tokenizer.encode(".", add_special_tokens=False)
     for _, stem, value in (example.asks[index] for index in order):
         if value != gold:
-            ids += [*end, *_after_cue(stem, tokenizer)]
-            _answer(ids, labels, _after_stem(stem, value, tokenizer))
-    return EncodedLesson(tuple(ids), tuple(labels))
+            said.ids += [*end, *_after_cue(stem, tokenizer)]
+            said.answer(stem, value)
+    return said.lesson()
 
 
-def _ask(
-    ids: list[int], labels: list[int], question: str, stem: str, said: str, tokenizer: Encodes
-) -> None:
-    """Add a question and its answer, of which what comes after the stem is to be learnt."""
-    ids += tokenizer.encode(f"\n\n{question}", add_special_tokens=False)
-    ids += _after_cue(stem, tokenizer)
-    _answer(ids, labels, _after_stem(stem, said, tokenizer))
+class _Said:
+    """A lesson as it is written, token by token."""
+
+    def __init__(self, ids: list[int], example: Asks, tokenizer: Encodes) -> None:
+        self.ids, self._tokenizer = ids, tokenizer
+        self._values = {*example.options, *(value for _, _, value in example.asks)}
+        self._labels: list[int] = []
+        self._telling: list[int] = []
+
+    def ask(self, question: str, stem: str, value: str) -> None:
+        """Add a question and its answer, of which what comes after the stem is to be learnt."""
+        self.ids += self._tokenizer.encode(f"\n\n{question}", add_special_tokens=False)
+        self.ids += _after_cue(stem, self._tokenizer)
+        self.answer(stem, value)
+
+    def answer(self, stem: str, value: str) -> None:
+        """Add a value to be learnt."""
+        answered = _after_stem(stem, value, self._tokenizer)
+        others = [_after_stem(stem, other, self._tokenizer) for other in self._values]
+        start = len(self.ids)
+        self._telling.append(start + _first_telling(answered, others))
+        self._labels += range(start, start + len(answered))
+        self.ids += answered
+
+    def lesson(self) -> EncodedLesson:
+        """Return what was written."""
+        return EncodedLesson(tuple(self.ids), tuple(self._labels), tuple(self._telling))
 
 
-def _answer(ids: list[int], labels: list[int], answered: Sequence[int]) -> None:
-    labels += range(len(ids), len(ids) + len(answered))
-    ids += answered
+def _first_telling(answered: Sequence[int], others: Sequence[Sequence[int]]) -> int:
+    """Count the tokens that an answer shares with all others.
+
+    >>> _first_telling([216, 4, 8], [[216, 4, 8], [216, 5, 8], [216, 4, 9]])
+    1
+    """
+    for at, token in enumerate(answered):
+        if any(at >= len(other) or other[at] != token for other in others):
+            return at
+    return 0  # nothing tells it apart
 
 
 def _after_cue(text: str, tokenizer: Encodes) -> tuple[int, ...]:

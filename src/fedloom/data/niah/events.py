@@ -81,14 +81,20 @@ def tell(kind: str, pools: Pools, events: int, asked: int) -> Story:
     return Story(told, asked, asking.question, asking.value, (a, b, c), asking.stem)
 
 
-def shortened(story: Story, events: int) -> Story:
+def shortened(story: Story, events: int, place: int = 0) -> Story:
     """Leave out all events but so many, the asked one among them; the wrong options go with them.
 
     A counter is told as it is: with other steps it would have another answer.
+
+    Parameters
+    ----------
+    place
+        Where the asked event is to stand among those that stay, if there are events enough on
+        both sides of it: always the last would be asked for without any memory of the others.
     """
     if not story.events[0].question:
         return story
-    first = max(0, story.asked - events + 1)
+    first = min(max(0, story.asked - place), max(0, len(story.events) - events))
     return replace(story, events=story.events[first : first + events], asked=story.asked - first)
 
 

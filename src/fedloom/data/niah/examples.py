@@ -206,7 +206,8 @@ def _primers(niah: NiahConfig, seed: int, kind: str, tokenizer: Encodes) -> list
     for i, filler in enumerate(map(int, growing)):
         index = -1 - i  # a stream of its own: an ordinary row's index is 0 or more
         whole = _draft(niah, seed, kind, "train", index, 0)
-        few = shortened(whole.story, 1 + niah.primer_events * i // niah.primer_rows)
+        count = 1 + niah.primer_events * i // niah.primer_rows
+        few = shortened(whole.story, count, place=i % count)
         depths = tuple(0.0 for _ in few.events)
         draft = replace(whole, story=few, depths=depths, primer=True)
         room = filler + _bare_tokens(draft, tokenizer)
