@@ -187,12 +187,13 @@ class FaastClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     def _begin(self, keys: Matrix, labels: NDArray[np.intp]) -> None:
         held_out = self._held_out(labels)
         classes = len(self.classes_)
-        self.gram_ = _sum(keys[~held_out], labels[~held_out], classes)
+        summed, labelled = keys[~held_out], labels[~held_out]
+        self.gram_ = _sum(summed, labelled, classes)
         self._choice = self._given()
         if held_out.any():
             self._choice = self._choose(
-                _factorise(self.gram_, keys[~held_out], labels[~held_out]),
-                np.bincount(labels[~held_out], minlength=classes),
+                _factorise(self.gram_, summed, labelled),
+                np.bincount(labelled, minlength=classes),
                 keys[held_out],
                 labels[held_out],
             )
@@ -237,6 +238,7 @@ class FaastClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         Ties go to the lower log-loss, so that the choice does not hang on one row.
         """
         embedded = self._embedded(factorised, counts)
+        keys = np.asarray(keys, np.float64)  # once, and not in each product
         best, lowest = self._given(), (np.inf, np.inf)
         for choice, found in self._candidates(embedded, len(labels)):
             fast = keys @ found.weights
