@@ -35,8 +35,8 @@ from fedloom.models.base import bases_loaded
 from fedloom.models.sources import locate, parse_source
 from fedloom.models.trunk import Trunk
 from fedloom.rules import without_controls
+from fedloom.rules.workload import steps_of
 from fedloom.tasks import Task, length
-from fedloom.training import steps_of
 from fedloom.wire import Arrays
 
 _ADAPTER = "adapter"  # what of it is not averaged

@@ -368,7 +368,7 @@ class AdapterStrategy(Strategy):
     ) -> dict[str, float]:
         """Hold weight and change against the gate, or override; return the change's norms."""
         self.gate.check_weight(partition, metrics[border.WEIGHT])
-        return self.gate.check_change(server_round, update, self.sent_to(partition))
+        return self.gate.check_change(update, self.sent_to(partition))
 
     def _gather_scores(
         self, server_round: int, phase: str, replies: Iterable[Message]

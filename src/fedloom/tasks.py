@@ -31,6 +31,7 @@ from fedloom.models.answers import Prompts, answer_loss
 from fedloom.models.base import Base
 from fedloom.models.spans import Labelled, candidate_scores, span_loss
 from fedloom.models.trunk import Trunk
+from fedloom.rules.workload import lessons_of
 
 Lesson = Encoded | Labelled
 
@@ -54,13 +55,10 @@ class Task:
         """Return what is learnt from in a round: all training rows, or the curriculum's share."""
         rows = [self._lesson(example) for example in self._train]
         train, rounds = self.config.train, self.config.rounds
-        if not train.curriculum or server_round > rounds:
-            return rows
-        stages = train.curriculum_stages or rounds
-        stage = (server_round - 1) * stages // rounds
-        rows.sort(key=length)
-        first, last = ((stage + n) * len(rows) // stages for n in (0, 1))
-        return rows[first:last] or rows[first : first + 1]
+        if train.curriculum and server_round <= rounds:
+            rows.sort(key=length)
+        first, end = lessons_of(len(rows), train, rounds, server_round)
+        return rows[first:end]
 
     def _lesson(self, example: Any) -> Lesson:
         if isinstance(example, NeedleExample):

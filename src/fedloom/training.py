@@ -198,11 +198,6 @@ def check_finite(loss: Tensor) -> None:
         raise Diverged(f"the training loss is {loss.item()}; try a lower learning rate")
 
 
-def steps_of(examples: int, config: TrainConfig) -> int:
-    """Count the optimiser steps that a client with so many examples takes in a round."""
-    return config.max_steps or config.epochs * math.ceil(examples / config.batch_size)
-
-
 def _devices(parameters: list[nn.Parameter]) -> list[torch.device]:
     return sorted({p.device for p in parameters if p.device.type == "cuda"}, key=str)
 

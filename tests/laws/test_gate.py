@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 
 import numpy as np
@@ -117,32 +118,66 @@ def test_false_counts_copied_replies_old_versions_and_other_bases_are_named(reci
     assert equal(adapter_of(config), adapter_of(alone))  # nothing of client 0 was lost
 
 
-@pytest.mark.parametrize("rule", ["mean", "flora"])
-def test_a_change_ten_times_too_large_is_dropped_in_the_first_round_and_later(recipe, rule):
-    """Also where LoRA is drawn anew and nothing was sent that it could be measured from."""
+class Loud(FedNLClient):
+    """Client 1 sends ten times its change; where nothing was sent (FLoRA), ten times its B."""
 
-    class Loud(FedNLClient):
-        def fit(self, parameters, config):
-            sent = dict(zip(self.array_names, parameters, strict=True))
-            arrays, examples, metrics = super().fit(parameters, config)
-            if self.partition_id == 3:
-                for i, name in enumerate(self.array_names):
-                    start = sent.get(name, np.float32(0))
-                    arrays[i] = start + 10 * (arrays[i] - start)
-            return arrays, examples, metrics
+    def fit(self, parameters, config):
+        sent = dict(zip(self.array_names, parameters, strict=True))
+        arrays, examples, metrics = super().fit(parameters, config)
+        for i, name in enumerate(self.array_names):
+            if self.partition_id == 1 and (name in sent or not name.endswith("lora_A.weight")):
+                start = sent.get(name, np.float32(0))
+                arrays[i] = start + 10 * (arrays[i] - start)
+        return arrays, examples, metrics
 
+
+def loud() -> ClientApp:
     app = ClientApp()
     serve(app, Loud, action="fednl")
-    config = recipe(rounds=2, gate__norm_factor=5.0, server__rule=rule)
-    run_in_process(config, app)
+    return app
+
+
+@pytest.mark.parametrize("rule", ["svd", "flora", "rolora"])
+def test_a_change_ten_times_too_large_is_dropped_by_default_in_the_first_round_and_later(
+    recipe, rule
+):
+    """Also where LoRA is drawn anew and nothing was sent that it could be measured from."""
+    config = recipe(rounds=3, server__rule=rule, evaluation__every=3)
+    run_in_process(config, loud())
     found = failures(config)
-    assert found.keys() == {(1, 3), (2, 3)}
-    assert "times the median of accepted ones; expected at most 5 times" in found[1, 3]
+    assert found.keys() == {(1, 1), (2, 1), (3, 1)}
+    for reason in found.values():
+        assert "times the median of accepted ones; expected at most 5 times" in reason
     trained = [r for r in rows(Path(config.output) / config.name, "metrics") if "update-norm" in r]
     assert [(r["round"], r["partition"]) for r in trained] == [
-        (r, p) for r in (1, 2) for p in (0, 1, 2, 4)
+        (r, p) for r in (1, 2, 3) for p in (0, 2, 3, 4)
     ]
     assert all(r["update-norm"] > 0 for r in trained)
+
+
+def test_honest_clients_of_one_row_and_fifty_stay_and_the_loud_one_between_them_goes(
+    recipe, tmp_path
+):
+    random, tables = np.random.default_rng(5), tmp_path / "tables"
+    tables.mkdir()
+    for k, size in enumerate([1, 1, 1, 3, 50]):
+        likely = random.dirichlet([0.1] * 4)  # letters that lean to one, another in each client
+        lines = [
+            {"question": f"{i} of {k}?", "subject": f"of_{k}", "choices": ["u", "v", "w", "x"],
+             "answer": int(random.choice(4, p=likely))}
+            for i in range(size + 1)
+        ]  # fmt: skip
+        text = "".join(f"{json.dumps(line)}\n" for line in lines)
+        (tables / f"{k}.jsonl").write_text(text, encoding="utf-8")
+    few = {"data__min_train": 1, "data__min_test": 1, "data__max_test": 1, "data__test_share": 0.5}
+    steps = {"train__max_steps": 0, "train__batch_size": 1, "evaluation__every": 2}
+    config = recipe(data__source=f"path:{tables}", data__split="files", **few, **steps)
+    run_in_process(config, loud())
+    assert failures(config).keys() == {(1, 1), (2, 1)}
+    trained = [r for r in rows(Path(config.output) / config.name, "metrics") if "update-norm" in r]
+    assert [r["steps"] for r in trained if r["round"] == 2] == [1, 1, 3, 50]
+    norms = [r["update-norm"] for r in trained if r["round"] == 2]
+    assert norms[3] > 5 * norms[1]  # but for its steps it would be over the bound
 
 
 def test_an_absolute_bound_needs_no_others(recipe):

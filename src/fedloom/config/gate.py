@@ -19,9 +19,9 @@ class GateConfig:
 
     norm: float = 0.0
     """Largest Euclidean norm of a client's change; 0 sets no bound."""
-    norm_factor: float = 100.0
-    """How many times the median norm of accepted changes a client's may be; 0 sets no bound.
-    Clients of very unlike size move very unlike far; among alike ones 5 is a good bound."""
+    norm_factor: float = 5.0
+    """How many times the median norm of the others' changes a client's may be; 0 sets no bound.
+    Who takes more steps than the median, by the roll call, may go so many times further."""
 
     def __post_init__(self) -> None:
         at_least("gate.norm", self.norm, 0)
