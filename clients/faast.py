@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from fedloom import __version__, border, seeds
 from fedloom.clients.bridge import AdapterClient, partition_of
-from fedloom.clients.keys import SIDES, KeyBench, Side, key_bench, recipe_of
+from fedloom.clients.keys import SIDES, KeyBench, Side, encoder_of, key_bench, recipe_of, shown
 from fedloom.clients.shares import own_sums, sums_to_send
 from fedloom.errors import Refusal
 from fedloom.rules.candidates import best, candidates
@@ -36,19 +36,24 @@ class FAASTClient(AdapterClient):
         super().__init__()
         self.context, self.config = context, recipe_of(context)
         self.partition_id = partition_of(context)
+        self.source = encoder_of(self.config, context)
         self.revision = int(context.node_config.get("revision", 1))
+
+    def bench(self) -> KeyBench:
+        """Return what this process holds for this node's encoder, built on first use."""
+        return key_bench(self.config, self.source)
 
     def get_properties(self, config: dict[str, Any]) -> dict[str, Any]:
         """Say what this node holds and which frozen encoder it has.
 
         How many rows it will sum, and which, it says only where its sums would tell the same.
         """
-        bench = key_bench(self.config)
+        bench = self.bench()
         if config.get("adapter"):
             return {"manifest": bench.manifest.to_json(), "peft": ""}
         summed, held, test = (len(bench.rows(self.partition_id, side)) for side in SIDES)
         bare = self.config.faast.shares == "sums"
-        named = bare and config.get("partition") and not bench.own
+        named, mixed = bare and config.get("partition") and not bench.own, self.config.faast.mixed
         return {
             "partition": self.partition_id,
             "name": bench.partition.clients[self.partition_id].name,
@@ -58,7 +63,8 @@ class FAASTClient(AdapterClient):
             **({"held": bench.partition.digest()} if bare and bench.own else {}),
             "partition-json": bench.partition_json if named else "",
             "version": __version__,
-            **{key: digest for key, digest in bench.digests.items() if key != "manifest"},
+            **{k: digest for k, digest in bench.digests.items() if mixed or k != "manifest"},
+            **({"encoder": shown(self.source)} if mixed else {}),
             "device": self.config.model.device,
             "visible-gpus": os.environ.get("CUDA_VISIBLE_DEVICES", ""),
             "pid": os.getpid(),
@@ -66,7 +72,7 @@ class FAASTClient(AdapterClient):
 
     def get_parameters(self, config: dict[str, Any]) -> NDArrays:
         """Return weights of zero: nothing is remembered at the start."""
-        bench = key_bench(self.config)
+        bench = self.bench()
         self.array_names = ["weights"]
         return [np.zeros((bench.encoder.width, len(bench.classes)))]
 
@@ -114,7 +120,7 @@ class FAASTClient(AdapterClient):
         ``forwards`` counts the items that had to be encoded for it.
         """
         frozen = bool(config.get("frozen"))
-        bench = key_bench(self.config) if frozen else self._checked(config)
+        bench = self.bench() if frozen else self._checked(config)
         before, started = bench.forwards, time.perf_counter()
         side = bench.side(self.partition_id, "validation" if config.get("validation") else "test")
         encoded = time.perf_counter()
@@ -134,7 +140,7 @@ class FAASTClient(AdapterClient):
 
     def _checked(self, config: dict[str, Any]) -> KeyBench:
         """Hold the message's manifest against this node's before any item is encoded."""
-        bench = key_bench(self.config)
+        bench = self.bench()
         mine = bench.digests["manifest"]
         if config["manifest"] != mine:
             raise Refusal(

@@ -13,6 +13,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -20,7 +21,7 @@ from flwr.app import Context
 from numpy.typing import NDArray
 
 from fedloom import __version__
-from fedloom.clients.bridge import with_own_rows
+from fedloom.clients.bridge import partition_of, with_own_rows
 from fedloom.config import RunConfig
 from fedloom.data import by_file
 from fedloom.data.dealing import Item
@@ -57,6 +58,8 @@ class KeyBench:
     """An encoder, a data set dealt out, and the keys made so far."""
 
     config: RunConfig
+    source: str
+    """The encoder's name: of nodes with different ones each has a bench of its own."""
     encoder: Encoder
     items: Sequence[Item]
     partition: Partition
@@ -92,7 +95,11 @@ class KeyBench:
     @functools.cached_property
     def digests(self) -> dict[str, str]:
         """What nodes must agree in; each takes a walk over everything, so once a process."""
+        mixed = {}
+        if self.config.faast.mixed:
+            mixed["classes"] = hashlib.sha256(json.dumps(self.classes).encode()).hexdigest()
         return {
+            **mixed,
             "recipe": self.config.digest(),
             "data": by_file.OWN if self.own else self.partition.digest(),
             "base": self.encoder.digest,
@@ -148,20 +155,22 @@ class KeyBench:
 
 
 class _Held:
-    """The bench of this process; another recipe's takes its place."""
+    """The benches of this process, one for each encoder; another recipe's take their place."""
 
     def __init__(self) -> None:
-        self._bench: KeyBench | None = None
+        self._config: RunConfig | None = None
+        self._benches: dict[str, KeyBench] = {}
 
-    def get(self, config: RunConfig) -> KeyBench:
-        held = self._bench
-        if held is None or (held.config is not config and held.config != config):
-            held = self._bench = _build(config)
-        return held
+    def get(self, config: RunConfig, source: str) -> KeyBench:
+        if self._config is not config and self._config != config:
+            self._benches, self._config = {}, config
+        if source not in self._benches:
+            self._benches[source] = _build(config, source)
+        return self._benches[source]
 
 
-def _build(config: RunConfig) -> KeyBench:
-    encoder = load_encoder(config.faast.encoder, _device(config))
+def _build(config: RunConfig, source: str) -> KeyBench:
+    encoder = load_encoder(source, _device(config))
     if torch := sys.modules.get("torch"):  # pixels need none, and then it stays out
         torch.set_num_threads(config.clients.threads)
     rows, partition = holdings(config)
@@ -170,12 +179,11 @@ def _build(config: RunConfig) -> KeyBench:
     names = encoder.label_keys(classes)
     if names is None and config.faast.values == "labels":
         raise Refusal(
-            f'faast.values = "labels" with faast.encoder = "{config.faast.encoder}": it has no'
+            f'faast.values = "labels" with faast.encoder = "{source}": it has no'
             ' embeddings of names; set faast.values = "one-hot"'
         )
-    return KeyBench(
-        config, encoder, items, partition, classes, None if names is None else unit(names)
-    )
+    table = None if names is None else unit(names)
+    return KeyBench(config, source, encoder, items, partition, classes, table)
 
 
 def _device(config: RunConfig) -> str:
@@ -199,6 +207,43 @@ def _recipe(items: tuple[tuple[str, Scalar], ...]) -> RunConfig:
     return RunConfig.from_flower(dict(items))
 
 
-def key_bench(config: RunConfig) -> KeyBench:
-    """Return this process's bench for a recipe, built on first use."""
-    return _HELD.get(config)
+def encoder_of(config: RunConfig, context: Context) -> str:
+    """Return the encoder of a node: its own if it was started with one, or the recipe's for it.
+
+    Raises
+    ------
+    Refusal
+        If it has one and the recipe is for one encoder: neither is left aside without a word.
+    """
+    own, partition = str(context.node_config.get("encoder", "")), partition_of(context)
+    if own and not config.faast.mixed:
+        raise Refusal(
+            f"partition {partition} has an encoder of its own and faast.encoders is empty: set"
+            f' faast.encoders = "{config.faast.encoder}", for nodes without one, or start the node'
+            " without encoder"
+        )
+    return own or config.faast.encoder_of(partition)
+
+
+def key_bench(config: RunConfig, source: str = "") -> KeyBench:
+    """Return this process's bench for a recipe and an encoder, built on first use.
+
+    Parameters
+    ----------
+    source
+        The encoder; the recipe's one if left out.
+    """
+    return _HELD.get(config, source or config.faast.encoder)
+
+
+def shown(source: str) -> str:
+    """Name an encoder to others: of a folder or file of this machine its last part only.
+
+    >>> shown("relu:512:path:/home/anna/encoder"), shown("lm:embedded:smollm2-135m")
+    ('relu:512:path:encoder', 'lm:embedded:smollm2-135m')
+    """
+    for kind in ("path:", "gguf:"):
+        head, found, place = source.partition(kind)
+        if found:
+            return head + kind + Path(place).name
+    return source

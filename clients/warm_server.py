@@ -36,7 +36,10 @@ App = Callable[[Message, Context], Message]
 
 _READERS = 32
 _LINE_SECONDS = 60.0  # for the next megabyte; work itself may take as long as it takes
-_MODEL = ("model.source", "model.dtype", "model.device", "faast.encoder", "refine.models")
+_MODEL = (
+    *("model.source", "model.dtype", "model.device"),
+    *("faast.encoder", "faast.encoders", "refine.models"),
+)
 
 
 class WarmServer:

@@ -189,6 +189,9 @@ class Node(Part):
     partitions: int
     data: str = ""
     """Rows that only this node has: a file of the kind that ``data.source`` reads; never sent."""
+    encoder: str = ""
+    """The node's own frozen encoder, for recipes with ``faast.encoders``: as there, or
+    ``path:DIR`` from the node's folder on."""
     warm: str = ON
     """``on``: a model server beside the SuperNode keeps the model between messages; or ``off``."""
 
@@ -202,8 +205,13 @@ class Node(Part):
             raise Refusal(f"{self.FILE}: data = {self.data}, but {self.rows()} is not there")
         if self.warm not in (ON, OFF):
             raise Refusal(f'{self.FILE}: warm = "{self.warm}", expected on or off')
-        if '"' in self.data or "'" in self.data:
-            raise Refusal(f"{self.FILE}: data = {self.data}, expected a path without quotes")
+        for key, value in (("data", self.data), ("encoder", self.encoder)):
+            if '"' in value or "'" in value:
+                raise Refusal(f"{self.FILE}: {key} = {value}, expected a path without quotes")
+        if (place := _place_in(self.encoder)) and not (self.folder / place[1]).exists():
+            raise Refusal(
+                f"{self.FILE}: encoder = {self.encoder}, but {self.folder / place[1]} is not there"
+            )
 
     @property
     def label(self) -> str:
@@ -214,10 +222,16 @@ class Node(Part):
         """Return where the node's own rows lie; a relative path starts at the node's folder."""
         return self.folder / Path(self.data).expanduser()
 
+    def own_encoder(self) -> str:
+        """Return the node's own encoder, a path in it as one from the root."""
+        place = _place_in(self.encoder)
+        return place[0] + str(self.folder / place[1]) if place else self.encoder
+
     def config(self) -> str:
         """Return Flower's node config."""
         told = f"partition-id={self.partition} num-partitions={self.partitions}"
-        return f'{told} data="{self.rows()}"' if self.data else told
+        told += f' data="{self.rows()}"' if self.data else ""
+        return f'{told} encoder="{self.own_encoder()}"' if self.encoder else told
 
     def flower_command(self) -> list[str]:
         """Return Flower's own command for this part."""
@@ -350,6 +364,19 @@ def shown(command: list[str]) -> str:
         else:
             lines[-1] += f" {shlex.quote(word)}"
     return " \\\n    ".join(lines)
+
+
+def _place_in(source: str) -> tuple[str, Path] | None:
+    """Split a source of weights that names a place of this machine.
+
+    >>> _place_in("relu:512:path:encoder"), _place_in("packaged:minilm")
+    (('relu:512:path:', PosixPath('encoder')), None)
+    """
+    for kind in ("path:", "gguf:"):
+        head, found, place = source.partition(kind)
+        if found:
+            return head + kind, Path(place).expanduser()
+    return None
 
 
 def _place(node: Node) -> int:

@@ -22,6 +22,7 @@ from fedloom.rules.revisions import Contributions
 from fedloom.simulations.folder import RunFolder
 from fedloom.strategies.checkpoint import FOLDER as CHECKPOINTS
 from fedloom.strategies.faast import WEIGHTS, gram_of
+from fedloom.strategies.groups import FOLDER as GROUPS
 from fedloom.strategies.shelf import Choice, SumsShelf
 from fedloom.wire import Manifest, Update
 
@@ -83,11 +84,10 @@ def forget(
     revision: Annotated[int, typer.Option(help="Which of its contributions.")],
 ) -> None:
     """Take a client out of a run's fast weights, and certify that this equals retraining."""
-    shelf = SumsShelf(folder / "sums")
-    if not (folder / "sums").is_dir():
-        raise Refusal(f"no sums in {folder}; expected a folder that a run of method faast left")
-    manifest = Manifest.from_json(_text(folder / "manifest.json"))
-    before = _text(folder / "adapter" / "digest.txt").strip()
+    place = _place_of(folder, client)
+    shelf = SumsShelf(place / "sums")
+    manifest = Manifest.from_json(_text(place / "manifest.json"))
+    before = _text(place / "adapter" / "digest.txt").strip()
     started = time.perf_counter()
     found, choice = without(shelf, client, revision)
     seconds = time.perf_counter() - started
@@ -96,7 +96,7 @@ def forget(
         typer.echo(f"above {CERTIFIED:.0e}: nothing was changed", err=True)
         raise typer.Exit(1)
     config = RunConfig.from_toml(folder / "config.toml")
-    run = RunFolder(folder)
+    run = RunFolder(place)
     after = run.keep_adapter({WEIGHTS: found.weights}, manifest, "")
     run.keep_manifest(manifest)
     shelf.keep(found.held, choice)
@@ -111,6 +111,7 @@ def forget(
         "rows-left": found.held.total.weight,
         "clients-left": len(found.held),
         "alpha": choice.alpha,
+        **({"group": place.name} if place != folder else {}),
         "weights-before": before,
         "weights-after": after,
         "recipe": config.digest(),
@@ -118,8 +119,23 @@ def forget(
     with (folder / "forgotten.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps(certificate) + "\n")
     typer.echo(f"{len(found.held)} clients and {found.held.total.weight:.0f} rows are left")
-    typer.echo(f"weights: {folder / 'adapter' / 'weights.safetensors'}")
+    typer.echo(f"weights: {place / 'adapter' / 'weights.safetensors'}")
     typer.echo(f"certificate: {folder / 'forgotten.jsonl'}")
+
+
+def _place_of(folder: Path, client: int) -> Path:
+    """Return where a client's sums are: the run's folder, or that of the client's group."""
+    places = sorted(p.parent for p in (folder / GROUPS).glob("*/sums")) or [folder]
+    if not (places[0] / "sums").is_dir():
+        raise Refusal(f"no sums in {folder}; expected a folder that a run of method faast left")
+    if places == [folder]:
+        return folder
+    held = {place: SumsShelf(place / "sums").restore()[0] for place in places}
+    for place, contributions in held.items():
+        if client in contributions:
+            return place
+    known = ", ".join(str(p) for p in sorted(p for found in held.values() for p in found))
+    raise Refusal(f"client {client} is in no group's sums; expected one of {known}")
 
 
 def _text(path: Path) -> str:

@@ -19,6 +19,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from fedloom.simulations.group_words import group_lines
+
 Event = Mapping[str, Any]
 
 NODES_SHOWN = 12
@@ -92,7 +94,8 @@ class Picture:
             case "phase":
                 if not self.turned and event.get("round"):
                     self.turned = _when(event)
-                self.phase, self.answered = event, 0
+                if not self._joins(event):
+                    self.phase, self.answered = event, 0
             case "reply":
                 self.answered += 1
             case "client-failed":
@@ -107,6 +110,14 @@ class Picture:
             case "end":
                 self.status = str(event.get("status", ""))
                 self.reason = str(event.get("reason", ""))
+
+    def _joins(self, event: Event) -> bool:
+        """Add a group's phase to that of the groups before it: they go on together."""
+        same = [event.get(k) == self.phase.get(k) for k in ("round", "phase")]
+        if "group" not in event or not all(same):
+            return False
+        self.phase = {**event, "clients": self.phase.get("clients", 0) + event.get("clients", 0)}
+        return True
 
     def _take_round(self, event: Event) -> None:
         now = _when(event)
@@ -176,6 +187,8 @@ def say(console: Console, line: str) -> None:
 def plain_lines(event: Event, picture: Picture) -> list[str]:
     """Say one event in words. What ends a run is left to whoever started it."""
     where = f"round {event.get('round', 0)}/{picture.total_rounds or '?'}"
+    if "group" in event:
+        where += f", group {event['group']}"
     match event["event"]:
         case "start":
             facts = [f"{event.get('method')}: {event.get('rounds')} rounds"]
@@ -189,8 +202,13 @@ def plain_lines(event: Event, picture: Picture) -> list[str]:
             return [f"fusers: {len(event.get('fusers', []))} of these models' pairs"]
         case "pair":
             return [f"{where}: {_pair(event)}"]
+        case "groups":
+            return group_lines(event.get("groups", []))
+        case "group-round":
+            return [f"{where}: {', '.join(round_facts(event))}"]
         case "adapter" if "keys" in event:
             widths = f"{event['keys']} x {event.get('classes')} fast weights"
+            widths = f"group {event['group']}: {widths}" if "group" in event else widths
             return [f"{widths}; {size(int(event.get('bytes', 0)))} of sums from each client"]
         case "choice":
             return [f"{where}: {_choice(event)}"]
@@ -241,6 +259,7 @@ def round_facts(row: Event) -> list[str]:
     facts = [f"train loss {row['train-loss']:.3f}"] if _has(row, "train-loss") else []
     facts += [f"gold CE {row['gold-ce']:.3f}"] if _has(row, "gold-ce") else []
     facts += [f"accuracy {row['accuracy']:.1%}"] if _has(row, "accuracy") else []
+    facts += [f"{row['row-accuracy']:.1%} of all rows"] if _has(row, "row-accuracy") else []
     facts += [f"alpha {row['alpha']:g}"] if _has(row, "alpha") else []
     facts += [f"rank {row['rank']:.0f}"] if _has(row, "rank") else []
     facts += [f"{row['rows']:.0f} rows summed"] if _has(row, "rows") else []

@@ -98,7 +98,9 @@ def _frozen(data: ReportData) -> str | None:
         return None
     if data.refined is not None:
         return data.config.refine.models
-    return data.config.model.source if data.fast is None else data.config.faast.encoder
+    if data.fast is not None:
+        return ", ".join(g.encoder for g in data.fast.groups) or data.config.faast.listed[0]
+    return data.config.model.source
 
 
 def _client_summary(client: Client) -> dict[str, Any]:
@@ -152,7 +154,7 @@ def _page(data: ReportData) -> str:
         loader=FunctionLoader(_words),
     )
     engine.filters.update(nats=_nats, percent=_percent, signed=_signed, count=_count)
-    engine.filters.update(size=_size, duration=_duration)
+    engine.filters.update(size=_size, duration=_duration, share=_share)
     page = "faast.jinja" if data.fast is not None else "report.jinja"
     page = page if data.refined is None else "refine.jinja"
     drawn = {name: Markup(svg) for name, svg in _figures(data, figures).items()}
@@ -228,6 +230,10 @@ def _interval(at: Interval | None, scale: float, digits: int) -> str:
     if not (math.isfinite(at.low) and math.isfinite(at.high)):
         return f"{value} [no interval]"
     return f"{value} [{scale * at.low:.{digits}f}, {scale * at.high:.{digits}f}]"
+
+
+def _share(value: float | None) -> str:
+    return MISSING if value is None else f"{100 * value:.1f}"
 
 
 def _signed(value: float | None, digits: int = 3) -> str:

@@ -24,6 +24,7 @@ from fedloom.errors import Refusal
 from fedloom.flat import Scalar
 from fedloom.strategies.adapter_strategy import AdapterStrategy
 from fedloom.strategies.checkpoint import FOLDER, Checkpoint, Checkpoints
+from fedloom.strategies.groups import FOLDER as GROUPS
 from fedloom.strategies.journal import Journal
 from fedloom.strategies.roster import Roster
 from fedloom.wire import Arrays
@@ -138,8 +139,9 @@ def take_up(config: RunConfig, folder: Path, journal: Journal) -> Stand:
     """
     stand = stand_of(folder)
     check_recipe(config, folder, stand)
-    for place in (folder, folder / FOLDER, folder / "adapter", folder / "sums"):
-        sweep(place)
+    for run in (folder, *(folder / GROUPS).glob("*")):
+        for place in (run, run / FOLDER, run / "adapter", run / "sums"):
+            sweep(place)
     about: Mapping[str, Any] = stand.checkpoint.about if stand.checkpoint else {}
     sizes = about.get("journal", {})
     torn = journal.behind(sizes)

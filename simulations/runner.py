@@ -153,7 +153,8 @@ def _check_frozen(config: RunConfig) -> None:
     if config.method == "faast":
         from fedloom.models.encoders import load_encoder
 
-        load_encoder(config.faast.encoder)
+        for source in config.faast.listed:
+            load_encoder(source)
         return
     if config.method == "fedrefine":
         from fedloom.strategies.registry import Registry
@@ -182,6 +183,7 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
         output=_absolute(config.output),
         model__source=resolved(config.model.source),
         faast__encoder=resolved(config.faast.encoder),
+        faast__encoders=",".join(map(resolved, config.faast.listed)) if config.faast.mixed else "",
         refine__models=",".join(map(resolved, config.refine.listed)),
         refine__fusers=_absolute(fusers) if config.method == "fedrefine" else fusers,
         refine__select=gains if gains[:1] in ("", "{") else _absolute(gains),

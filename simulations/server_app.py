@@ -23,13 +23,15 @@ from fedloom.config import RunConfig
 from fedloom.disk import held
 from fedloom.errors import Refusal
 from fedloom.secure.channel import MARK
-from fedloom.simulations import resume
+from fedloom.simulations import groups, resume
 from fedloom.simulations.folder import RunFolder
 from fedloom.strategies.adapter_strategy import AdapterStrategy
 from fedloom.strategies.checkpoint import FOLDER, Checkpoint, Checkpoints
 from fedloom.strategies.choosing import strategy_of
 from fedloom.strategies.faast import FAAST
 from fedloom.strategies.fednl import FedNL
+from fedloom.strategies.grouped import manifests_in
+from fedloom.strategies.groups import Group, GroupJournal, check_same, groups_of
 from fedloom.strategies.journal import Journal
 from fedloom.strategies.refine import FedRefine
 from fedloom.strategies.roster import ReplyStream, Roster, roll_call, wait_for_nodes
@@ -116,6 +118,8 @@ def _begin(
     roster, agreed = _roster(grid, config, journal)
     folder.keep_partition(roster.properties[roster.partitions[0]]["partition-json"])
     _announce(roster, journal)
+    if found := groups_of(config, roster):
+        return _begin_groups(grid, config, folder, journal, torn, roster, agreed, found)
     start = method.known_start()
     arrays, manifest, peft = start or _initial_adapter(grid, roster, journal)
     folder.keep_manifest(manifest)
@@ -126,6 +130,35 @@ def _begin(
     strategy = method(config, manifest, roster, journal, keep)
     strategy.resume(None, torn)
     strategy.checkpoint = resume.keeper(config, folder.path, strategy, agreed, peft)
+    strategy.run(grid, arrays)
+    return strategy
+
+
+def _begin_groups(
+    grid: ReplyStream,
+    config: RunConfig,
+    folder: RunFolder,
+    journal: Journal,
+    torn: Iterable[resume.Asked],
+    roster: Roster,
+    agreed: dict[str, str],
+    found: list[Group],
+) -> AdapterStrategy:
+    """Carry out all rounds with each encoder's nodes by themselves."""
+    groups.announce(journal, found)
+    method = strategy_of(config, STRATEGIES)
+    arrays: dict[str, NDArray[Any]] = {}
+    manifests: dict[str, Manifest] = {}
+    for group in found:
+        own = GroupJournal(journal, group.name)
+        start, manifest, _ = _initial_adapter(grid, group.roster, own)
+        groups.begin(method, folder, own, group, manifest)
+        manifests[group.name] = manifest
+        arrays |= {f"{group.name}/{name}": array for name, array in start.items()}
+    strategy = groups.together(method, config, folder, journal, roster, found, manifests)
+    folder.keep_manifest(strategy.manifest)
+    strategy.resume(None, torn)
+    strategy.checkpoint = resume.keeper(config, folder.path, strategy, agreed, "")
     strategy.run(grid, arrays)
     return strategy
 
@@ -145,9 +178,14 @@ def _go_on(
     asked = Journal()
     found, agreed = _roster(grid, config, asked)
     roster, manifest, about = resume.same_nodes(last, found, agreed), last.manifest(), last.about
+    check_same(about["nodes"], roster)
     keep = _keeping(folder, manifest, about["peft"])
-    token = about["run"]
-    strategy = strategy_of(config, STRATEGIES)(config, manifest, roster, journal, keep, token)
+    token, method = about["run"], strategy_of(config, STRATEGIES)
+    strategy = method(config, manifest, roster, journal, keep, token)
+    if divided := groups_of(config, roster):
+        held = manifests_in(last)
+        strategy = groups.together(method, config, folder, journal, roster, divided, held, token)
+        keep = groups.keeping(folder, held)
     strategy.resume(last, stand.torn)
     strategy.checkpoint = resume.keeper(config, folder.path, strategy, agreed, about["peft"])
     if last.round:  # the folder's may be of a round that was cut
@@ -199,7 +237,8 @@ def _check_agreement(config: RunConfig, roster: Roster) -> dict[str, str]:
     """Refuse nodes that mean another run, model, data or version than the others."""
     first = roster.properties[roster.partitions[0]]
     expected: dict[str, str] = {"version": __version__, "recipe": config.digest()}
-    for key in ("base", "tokenizer", "values", "data"):
+    shared = ("base", "tokenizer", "values", "data")
+    for key in ("classes", "data") if config.method == "faast" and config.faast.mixed else shared:
         if key in first:
             expected[key] = first[key]
     for partition in roster.partitions:

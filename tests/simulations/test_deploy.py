@@ -160,6 +160,8 @@ def test_settings_are_held_to_what_is_known(made, tmp_path):
         (("port = 9101", 'port = "x"'), "expected int"),
         (("partition = 0", "partition = 9"), "expected 0 to 2"),
         (('data = ""', 'data = "absent.jsonl"'), "is not there"),
+        (('encoder = ""', 'encoder = "lm:path:absent"'), "encoder = lm:path:absent, but .*absent"),
+        (('encoder = ""', "encoder = 'say \"x\"'"), "without quotes"),
         (("superlink =", "#"), "lacks a key"),
         (("superlink", "= ="), "cannot be read"),
     ):
@@ -171,6 +173,14 @@ def test_settings_are_held_to_what_is_known(made, tmp_path):
     assert Node.read(tmp_path).config() == (
         f'partition-id=0 num-partitions=3 data="{tmp_path / "rows.jsonl"}"'
     )
+    for named, told in (
+        ("relu:9:path:rows.jsonl", f"relu:9:path:{tmp_path / 'rows.jsonl'}"),
+        ("lm:embedded:smollm2-135m", "lm:embedded:smollm2-135m"),
+    ):
+        own = text.replace('encoder = ""', f'encoder = "{named}"')
+        (tmp_path / "node.toml").write_text(own)
+        config = Node.read(tmp_path).config()
+        assert config == f'partition-id=0 num-partitions=3 encoder="{told}"'
     broken = (made / "coordinator/coordinator.toml").read_text().replace('"here"', '"there"')
     (tmp_path / "coordinator.toml").write_text(broken)
     with pytest.raises(Refusal, match="expected here or anywhere"):

@@ -17,6 +17,10 @@ class FaastConfig:
     encoder: str = "packaged:minilm"
     """Frozen encoder that makes an item's key in one forward pass: ``packaged:minilm`` (sentences),
     ``pixels`` or ``pixels:WIDTH`` (an image is its own key)."""
+    encoders: str = ""
+    """Encoders by partition, comma-separated, from the start again if there are more nodes than
+    encoders; a node's own (``encoder`` in its ``node.toml``) goes before it. Nodes with the same
+    form a group that is solved by itself (docs/faast.md). Empty: all have ``encoder``."""
     alphas: str = "0.4,0.6,0.8,1.0"
     """Spectral filter: singular values above ``N ** -alpha`` of the largest are kept. Of more than
     one the best on validation rows is taken, all from one factorisation."""
@@ -65,6 +69,11 @@ class FaastConfig:
         one_of("faast.values", self.values, ("one-hot", "labels"))
         one_of("faast.shares", self.shares, ("sums", "masked", "private", "masked-private"))
         self._check_shares()
+        if not all(self.listed):
+            raise Refusal(
+                f'faast.encoders = "{self.encoders}": expected encoders with commas between, such'
+                ' as "packaged:minilm, lm:embedded:smollm2-135m"'
+            )
         at_least("faast.ridge", self.ridge, 0)
         at_least("faast.min-count", self.min_count, 1)
         for key, text in (("faast.alphas", self.alphas), ("faast.priors", self.priors)):
@@ -118,6 +127,24 @@ class FaastConfig:
                 f'faast.client-bound = {self.client_bound} with faast.protects = "{self.protects}":'
                 " expected a bound above 0 for clients and none for rows"
             )
+
+    @property
+    def mixed(self) -> bool:
+        """Whether nodes may have different encoders, and form groups."""
+        return bool(self.encoders)
+
+    @property
+    def listed(self) -> tuple[str, ...]:
+        """Encoders in order."""
+        return tuple(part.strip() for part in (self.encoders or self.encoder).split(","))
+
+    def encoder_of(self, partition: int) -> str:
+        """Return the encoder of a partition that names none of its own.
+
+        >>> [FaastConfig(encoders="pixels, relu:9:pixels").encoder_of(p) for p in range(3)]
+        ['pixels', 'relu:9:pixels', 'pixels']
+        """
+        return self.listed[partition % len(self.listed)]
 
     @property
     def masked(self) -> bool:
