@@ -16,11 +16,12 @@ from flwr.clientapp import ClientApp
 from numpy.typing import NDArray
 
 from fedloom import border
-from fedloom.clients import gate
+from fedloom.clients import gate, riding
 from fedloom.config import RunConfig
 from fedloom.data import by_file
 from fedloom.errors import Refusal
 from fedloom.flat import Scalar
+from fedloom.wire import Arrays
 
 ClientFn = Callable[[Context], NumPyClient]
 
@@ -159,19 +160,30 @@ def _unpack(
     arrays = border.arrays_of(records)
     gate.admit(border.config_of(records), arrays, context)
     names = list(arrays)
+    _name(client, names)
+    return names, list(arrays.values())
+
+
+def _name(client: NumPyClient, names: list[str]) -> None:
+    """Tell a client that wants to know it what the arrays that follow are called."""
     if isinstance(client, AdapterClient):
         client.array_names = names
-    return names, list(arrays.values())
 
 
 def _fit(client: NumPyClient, records: RecordDict, context: Context) -> RecordDict:
     names, arrays = _unpack(client, records, context)
-    config = border.config_of(records)
+    config, scoring = riding.apart(border.config_of(records))
+    before: dict[str, Any] = {}
+    if scoring:
+        sent = dict(zip(names, arrays, strict=True))
+        before = riding.scores(lambda held: _score(client, held, scoring), sent, scoring)
+        _name(client, names)
     trained, examples, metrics = client.fit(arrays, config)
     names = client.array_names if isinstance(client, AdapterClient) else names
     named = dict(zip(names, trained, strict=True))
     gate.check_sent(named, context)
-    told = {border.WEIGHT: examples, **metrics, **gate.ticket_for(config, "train", context)}
+    told = {border.WEIGHT: examples, **metrics, **before}
+    told |= gate.ticket_for(config, "train", context)
     if not border.came_in_parcels(records):  # somebody else's strategy
         return border.content(named, metrics=told)
     code = client.code if isinstance(client, AdapterClient) else "float32"
@@ -179,11 +191,16 @@ def _fit(client: NumPyClient, records: RecordDict, context: Context) -> RecordDi
 
 
 def _evaluate(client: NumPyClient, records: RecordDict, context: Context) -> RecordDict:
-    _, arrays = _unpack(client, records, context)
+    names, arrays = _unpack(client, records, context)
     config = border.config_of(records)
-    loss, examples, metrics = client.evaluate(arrays, config)
-    told = {border.WEIGHT: examples, "loss": float(loss), **metrics}
+    told = _score(client, dict(zip(names, arrays, strict=True)), config)
     return border.content(metrics={**told, **gate.ticket_for(config, "evaluate", context)})
+
+
+def _score(client: NumPyClient, arrays: Arrays, config: dict[str, Any]) -> dict[str, Any]:
+    _name(client, list(arrays))
+    loss, examples, metrics = client.evaluate(list(arrays.values()), config)
+    return {border.WEIGHT: examples, "loss": float(loss), **metrics}
 
 
 def _properties(client: NumPyClient, records: RecordDict, context: Context) -> RecordDict:

@@ -32,8 +32,9 @@ from fedloom.strategies.gate import Gate
 from fedloom.strategies.inbox import Inbox
 from fedloom.strategies.journal import Journal
 from fedloom.strategies.resting import drawn
+from fedloom.strategies.riding import SCORES, Riding
 from fedloom.strategies.roster import ReplyStream, Roster
-from fedloom.strategies.rounds import run_rounds
+from fedloom.strategies.rounds import run_rounds, score_alone
 from fedloom.strategies.tallies import announce, keep_rows, macro
 from fedloom.wire import Arrays, Manifest, Update
 
@@ -88,7 +89,9 @@ class AdapterStrategy(Strategy):
         self._train_loss: float | None = None
         self.server_round = 0
         self.round_facts: dict[str, float] = {}  # for the round's event; ``fold`` may add to it
-        self.parts: dict[str, Part] = {}  # what is remembered from round to round, by name
+        self.riding = Riding(config.evaluation.with_training, self.journal, self._row)
+        # What is remembered from round to round, by name.
+        self.parts: dict[str, Part] = {"riding": self.riding} if self.riding.on else {}
         self.after = -1  # the last whole round: of the run that goes on; -1: nothing is done
         self.checkpoint: Callable[[int, Arrays], None] = lambda server_round, arrays: None
 
@@ -156,16 +159,14 @@ class AdapterStrategy(Strategy):
             self.journal.event("client-state", run=self.run_token)
             self.measure_frozen(grid)
             self.checkpoint(0, arrays)
+        packed, after, last = border.pack_arrays(arrays), max(self.after, 0), self.config.rounds
         if self.config.local.method == "none":
-            return self._score_alone(grid, arrays)
+            if self._keep is not None and after < last:
+                self._keep(last, dict(arrays))
+            return score_alone(self, grid, packed, after=after, rounds=last, whole=self.whole)
+        seconds = self.config.sampling.reply_seconds
         return run_rounds(
-            self,
-            grid,
-            border.pack_arrays(arrays),
-            after=max(self.after, 0),
-            rounds=self.config.rounds,
-            timeout=self.config.sampling.reply_seconds,
-            whole=self.whole,
+            self, grid, packed, after=after, rounds=last, timeout=seconds, whole=self.whole
         )
 
     def whole(self, server_round: int, arrays: ArrayRecord) -> None:
@@ -180,25 +181,12 @@ class AdapterStrategy(Strategy):
             for name, part in self.parts.items():
                 part.restore(held.part(name))
 
-    def _score_alone(self, grid: ReplyStream, arrays: Arrays) -> Result:
-        """Score the start where the last round's adapter would be: nobody trains."""
-        last, result = self.config.rounds, Result()
-        result.arrays = border.pack_arrays(arrays)
-        if self.after == last:
-            return result
-        if self._keep is not None:
-            self._keep(last, dict(arrays))
-        messages = self.configure_evaluate(last, result.arrays, ConfigRecord(), grid)
-        self.aggregate_evaluate(last, grid.send_and_receive(messages))
-        self.whole(last, result.arrays)
-        return result
-
     def measure_frozen(self, grid: ReplyStream) -> None:
         """Score the untouched model on every test row: what all else stands against."""
         self._grid = grid
         config: dict[str, Scalar] = {"round": 0, "frozen": True}
-        nothing = ArrayRecord()
-        messages = self._messages("evaluate", "frozen", 0, self.roster.partitions, nothing, config)
+        asked, nothing = self.riding.frozen(self.roster.partitions, self._drawn), ArrayRecord()
+        messages = self._messages("evaluate", "frozen", 0, asked, nothing, config)
         self._gather_scores(0, "frozen", grid.send_and_receive(messages))
 
     def configure_train(
@@ -255,6 +243,7 @@ class AdapterStrategy(Strategy):
             made = self.fold(chain([first], updates), without_controls(self._sent))
             folded = {**made, **controls.moved()}
         self.inbox.report_missing(server_round, "train")
+        self.riding.land()
         if (come := self.usable(len(rows))) < (needed := self._needed(asked)):
             raise AggregationError(
                 f"round {server_round}: {come} usable replies, at least {needed} are needed"
@@ -295,6 +284,9 @@ class AdapterStrategy(Strategy):
         elif server_round % self.config.evaluation.every and server_round < final:
             self._announce_round(server_round, [])
             return []
+        elif self.riding.on and server_round < final:
+            self.riding.wait(server_round, self._told())
+            return []
         self._grid = grid
         told = {**config, **self.evaluate_config(server_round)}
         everyone = self.roster.partitions
@@ -330,6 +322,8 @@ class AdapterStrategy(Strategy):
         self.inbox.expect(kind, partitions, "run" in config)
         if not partitions:
             return []
+        if kind == "train":
+            config = {**config, **self.riding.ask(config, self.evaluate_config)}
         self.journal.event("phase", round=server_round, phase=phase, clients=len(partitions))
         messages, parcels = [], border.Parcels()
         for partition in self.roster.by_work(partitions, "train" if kind == "train" else "test"):
@@ -348,6 +342,7 @@ class AdapterStrategy(Strategy):
         norms: dict[int, dict[str, float]] = {}
 
         def read(partition: int, records: RecordDict) -> Update:
+            records = self.riding.take(partition, records)
             update = self.read_update(server_round, partition, records)
             metrics = border.checked_metrics(records, self.train_metrics)
             norms[partition] = found = self.admit(server_round, partition, update, metrics)
@@ -374,7 +369,7 @@ class AdapterStrategy(Strategy):
         self, server_round: int, phase: str, replies: Iterable[Message]
     ) -> list[dict[str, Any]]:
         def read(partition: int, records: RecordDict) -> dict[str, Any]:
-            metrics = border.checked_metrics(records, ("gold-ce-sum", "correct"))
+            metrics = border.checked_metrics(records, SCORES)
             return self._row(server_round, phase, partition, metrics)
 
         rows = list(self.inbox.read(server_round, phase, replies, read))
@@ -390,5 +385,8 @@ class AdapterStrategy(Strategy):
         return {**head, **metrics}
 
     def _announce_round(self, server_round: int, rows: list[dict[str, Any]]) -> None:
-        told = {"rounds": self.config.rounds, "train_loss": self._train_loss, **self.round_facts}
-        announce(self.journal, server_round, rows, told)
+        announce(self.journal, server_round, rows, self.riding.told(server_round, self._told()))
+
+    def _told(self) -> dict[str, Any]:
+        """Return what a round's event says besides its scores."""
+        return {"rounds": self.config.rounds, "train_loss": self._train_loss, **self.round_facts}

@@ -57,7 +57,7 @@ class Checkpoint:
     """A run after a whole round."""
 
     round: int
-    """0: the frozen model was scored and nobody has trained."""
+    """0: the frozen model was scored, or the first round's clients will; nobody has trained."""
     arrays: Arrays
     """The global state, as the next round's clients are to get it."""
     parts: Mapping[str, State]

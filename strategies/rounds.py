@@ -17,6 +17,25 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 
+def score_alone(
+    strategy: Strategy,
+    grid: Grid,
+    arrays: ArrayRecord,
+    *,
+    after: int,
+    rounds: int,
+    whole: Callable[[int, ArrayRecord], None],
+) -> Result:
+    """Score the start where the last round's adapter would be: nobody trains."""
+    result = Result()
+    result.arrays = arrays
+    if after < rounds:
+        messages = strategy.configure_evaluate(rounds, arrays, ConfigRecord(), grid)
+        strategy.aggregate_evaluate(rounds, grid.send_and_receive(messages))
+        whole(rounds, arrays)
+    return result
+
+
 def run_rounds(
     strategy: Strategy,
     grid: Grid,
@@ -36,7 +55,8 @@ def run_rounds(
     timeout
         How long a round's replies may take, in seconds.
     whole
-        Told of each round when its scores are in, with the global state after it.
+        Told of each round, with the global state after it, when its scores are in or nothing but
+        the next round's training will bring them.
     """
     result = Result()
     result.arrays = arrays

@@ -32,6 +32,8 @@ ARRAYS, CONFIG, METRICS = "arrays", "config", "metrics"
 WEIGHT = "num-examples"
 TICKET = "ticket"
 """Metric that says which message a reply answers: see ``fedloom.wire.ticket``."""
+BEFORE = "before-"
+"""Prefix of what a training message says of scoring beforehand, and of the scores in its reply."""
 FRAMING = "framing"
 """Ledger entry for all bytes that are not array values: names, headers, config, metrics."""
 
@@ -192,7 +194,13 @@ def checked_metrics(records: RecordDict, needed: Iterable[str] = ()) -> dict[str
         If one of ``needed`` is missing, a value is no finite number, or the count of examples is
         not positive.
     """
-    metrics = metrics_of(records)
+    return checked_numbers(metrics_of(records), needed)
+
+
+def checked_numbers(
+    metrics: dict[str, int | float], needed: Iterable[str] = ()
+) -> dict[str, int | float]:
+    """Look at each of a reply's metrics as ``checked_metrics`` does, and return them."""
     if missing := sorted({WEIGHT, *needed} - metrics.keys()):
         raise Refusal(f"the reply has no metric named {missing[0]}")
     for name, value in metrics.items():
@@ -201,6 +209,23 @@ def checked_metrics(records: RecordDict, needed: Iterable[str] = ()) -> dict[str
     if not metrics[WEIGHT] > 0:
         raise Refusal(f"{WEIGHT} = {metrics[WEIGHT]}: expected a positive number of examples")
     return metrics
+
+
+def without_before(records: RecordDict) -> tuple[RecordDict, dict[str, Any]]:
+    """Return a training reply without the scores that rode along, and these without their prefix.
+
+    Nothing else is looked at; arrays are shared with what came.
+    """
+    rest = RecordDict()
+    scores: dict[str, Any] = {}
+    for key, record in records.items():
+        if isinstance(record, MetricRecord):
+            kept = {name: x for name, x in record.items() if not name.startswith(BEFORE)}
+            scores |= {n.removeprefix(BEFORE): x for n, x in record.items() if n not in kept}
+            rest[key] = MetricRecord(kept)
+        else:
+            rest[key] = record
+    return rest, scores
 
 
 def ticket_of(records: RecordDict) -> int | None:

@@ -87,10 +87,34 @@ class EvaluationConfig:
     every: int = 1
     """Score the global adapter after every so many rounds; the last round is always scored."""
     batch_size: int = 8
+    with_training: bool = False
+    """Let the next round's clients score what they are sent before they train from it, in place of
+    messages of their own: about half as many messages (docs/messages.md)."""
 
     def __post_init__(self) -> None:
         at_least("evaluation.every", self.every, 1)
         at_least("evaluation.batch-size", self.batch_size, 1)
+
+    def check_with(self, method: str, local: str, hidden: bool) -> None:
+        """Refuse to score along with training where training messages are not those to ride on.
+
+        Parameters
+        ----------
+        hidden
+            Whether ``privacy`` hides what a client sends.
+        """
+        reasons = {
+            f'method = "{method}"': method != "fednl"
+            and "no message that asks for work holds what is scored",
+            f'local.method = "{local}"': local in ("none", "pooled")
+            and "clients that are not asked to train would never be scored",
+            "privacy": hidden and "a reply may hold nothing but the change that it hides",
+        }
+        for key, reason in reasons.items():
+            if self.with_training and reason:
+                raise Refusal(
+                    f"evaluation.with-training = true with {key}: {reason}; leave with-training out"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -116,6 +116,7 @@ class RunConfig:
             self.local.check_with(self.share, self.server.rule)
             self._check_private()
         self.wire.check_with(self.method, self.share, self.server.rule)
+        self.evaluation.check_with(self.method, self.local.method, self.privacy.on)
         self._check_nodes()
 
     def _check_private(self) -> None:
