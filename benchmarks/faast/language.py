@@ -32,7 +32,7 @@ from hidden_states import CORPORA, SOURCE, Document, choose, document
 from fedloom import seeds
 from fedloom.adapters.attach import attach
 from fedloom.adapters.fast_sums import Passage, compile_sums
-from fedloom.adapters.fast_weights import FastMemory, decoder_of
+from fedloom.adapters.fast_weights import FastMemory, decoder_of, middle_places
 from fedloom.config import RunConfig, TrainConfig
 from fedloom.language.choosing import Point, Reading, validate_r
 from fedloom.language.compiling import nats
@@ -220,16 +220,26 @@ def nearest(queries: torch.Tensor, kept: torch.Tensor) -> tuple[torch.Tensor, to
     return torch.cat(far), torch.cat(index)
 
 
-def lora(base: Base, split: Split, args: argparse.Namespace) -> tuple[Scores, dict[str, Any]]:
-    """LoRA of as many parameters as ``W`` has, one epoch over the same support."""
+def lora(
+    base: Base, split: Split, args: argparse.Namespace, *, alone: bool = False
+) -> tuple[Scores, dict[str, Any]]:
+    """LoRA of as many parameters as ``W`` has, one epoch over the same support.
+
+    ``alone`` puts all of them into the one block that a single middle memory's output enters.
+    """
+    blocks = len(decoder_of(base.model).layers)
+    (place,) = middle_places(blocks, 1)
+    rank = args.rank * blocks if alone else args.rank
     config = RunConfig().replaced(
         memory__enabled=False,
         lora__targets="q,v",
-        lora__rank=args.rank,
-        lora__alpha=2.0 * args.rank,
+        lora__rank=rank,
+        lora__alpha=2.0 * rank,
+        last_layers=blocks - place if alone else 0,
     )
     train = TrainConfig(batch_size=1, learning_rate=args.rate, epochs=1)
     adapter = attach(base.model, config)
+    learner = OneBlock(adapter, place) if alone else adapter
     began = time.process_time()
 
     def loss(batch: list[Document]) -> tuple[torch.Tensor, int]:
@@ -237,14 +247,32 @@ def lora(base: Base, split: Split, args: argparse.Namespace) -> tuple[Scores, di
         logits = base.model(input_ids=ids, use_cache=False).logits[:, :-1]
         return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()), ids.numel()
 
-    report = train_locally(adapter, split.support, loss, lambda d: len(d.ids), train, seed=0)
+    report = train_locally(learner, split.support, loss, lambda d: len(d.ids), train, seed=0)
     spent = time.process_time() - began
-    size = sum(p.numel() for p in adapter.parameters().values())
+    size = sum(p.numel() for p in learner.parameters().values())
     found = [nats(base, [d.ids])[0] for d in split.test]
     adapter.detach()
     base.model.requires_grad_(False)
     told = {"parameters": size, "cpu_seconds": round(spent, 1), "steps": report.steps}
-    return {"LoRA": found}, told
+    return {"LoRA in one block" if alone else "LoRA": found}, told
+
+
+def lora_alone(base: Base, split: Split, args: argparse.Namespace) -> tuple[Scores, dict[str, Any]]:
+    return lora(base, split, args, alone=True)
+
+
+class OneBlock:
+    """An adapter of which one block alone is trained; the others' LoRA stays at its start."""
+
+    def __init__(self, adapter: Any, block: int) -> None:
+        self._adapter, self._part = adapter, f".{block}."
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._adapter, name)
+
+    def parameters(self) -> dict[str, torch.nn.Parameter]:
+        """Return what is trained."""
+        return {n: p for n, p in self._adapter.parameters().items() if self._part in n}
 
 
 def readout(base: Base, split: Split, args: argparse.Namespace) -> tuple[Scores, dict[str, Any]]:
@@ -268,6 +296,9 @@ def readout(base: Base, split: Split, args: argparse.Namespace) -> tuple[Scores,
     told |= {"cpu_seconds": round(spent, 1), "training_cpu_seconds": round(trained, 1)}
     told |= {"loss_first": report.loss_first, "loss_last": report.loss_last}
     return found, told
+
+
+PARTS = {"lora": lora, "lora-alone": lora_alone, "readout": readout}
 
 
 def laws(base: Base, documents: Sequence[Document]) -> dict[str, bool]:
@@ -331,7 +362,7 @@ def study(base: Base, corpus: str, args: argparse.Namespace) -> dict[str, Any]:
     for number, split in enumerate(splits):
         found, about = score(base, split, settings)
         told["splits"].append(about)
-        for part, run in (("lora", lora), ("readout", readout)):
+        for part, run in PARTS.items():
             if part in args.parts and number == 0 and corpus == args.trained:
                 print(f"{corpus}: {part}", flush=True)
                 more, told[part] = run(base, split, args)
@@ -368,7 +399,7 @@ def main() -> None:
     parser.add_argument("--validation", type=int, default=3)
     parser.add_argument("--test", type=int, default=8)
     parser.add_argument("--splits", type=int, default=3)
-    parser.add_argument("--parts", nargs="*", choices=("lora", "readout"), default=[])
+    parser.add_argument("--parts", nargs="*", choices=tuple(PARTS), default=[])
     parser.add_argument("--trained", default="packaged:austen", help="corpus of --parts")
     parser.add_argument("--rank", type=int, default=6)
     parser.add_argument("--rate", type=float, default=5e-4)

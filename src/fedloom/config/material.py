@@ -106,8 +106,9 @@ class NiahConfig:
     train_tokens_max: int = 512
     """Training prompts are of lengths drawn between these two."""
     primer_rows: int = 0
-    """Rows a client learns from besides: one event, then more, then filler. With
-    ``train.curriculum`` they come first, and the memory learns to find one fact before four."""
+    """Rows a client learns from besides: one event, then more, then filler, which in every other
+    row stands between the events too. With ``train.curriculum`` they come first, and the memory
+    learns to find one fact before four."""
     primer_events: int = 3
     """Events in the last of them; the first have one."""
     primer_tokens: int = 96

@@ -208,7 +208,8 @@ def _primers(niah: NiahConfig, seed: int, kind: str, tokenizer: Encodes) -> list
         whole = _draft(niah, seed, kind, "train", index, 0)
         count = 1 + niah.primer_events * i // niah.primer_rows
         few = shortened(whole.story, count, place=i % count)
-        depths = tuple(0.0 for _ in few.events)
+        apart = i % 2  # filler between the events as in a test, or all of it behind them
+        depths = tuple(apart * j / len(few.events) for j in range(len(few.events)))
         draft = replace(whole, story=few, depths=depths, primer=True)
         room = filler + _bare_tokens(draft, tokenizer)
         made.append(replace(draft, budget=room))
