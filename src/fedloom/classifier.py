@@ -173,9 +173,7 @@ class FaastClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         scores = self._scores(X)
         return np.exp(_log_softmax(self.scale_ * scores))
 
-    def _start(
-        self, X: ArrayLike, y: ArrayLike, classes: ArrayLike | None
-    ) -> tuple[Matrix, NDArray[np.intp]]:
+    def _start(self, X: ArrayLike, y: ArrayLike, classes: Any) -> tuple[Matrix, NDArray[np.intp]]:
         """Check first rows and learn the classes."""
         self._check_parameters()
         keys, labels = validate_data(self, X, y, dtype=[np.float64, np.float32])
