@@ -18,8 +18,10 @@ test: install lint  ## the quick tests
 	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile
 	$(BIN)/python -m pytest -p no:cacheprovider --doctest-modules --pyargs fedloom -q
 
+# Whole federations have both cores to themselves; what runs in one process shares them.
 slow: install fetch  ## real runs on Ray and the real model
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m slow -n 2 --dist loadfile --ignore tests/whole
+	$(BIN)/python -m pytest -m slow tests/whole
 
 lint: install
 	$(BIN)/ruff format --check .
