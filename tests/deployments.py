@@ -6,7 +6,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from fedloom.flat import toml_lines
@@ -57,6 +58,28 @@ def free_ports(count: int) -> list[int]:
 def fedloom(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "fedloom.simulations", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=2 * PATIENCE)
+
+
+@contextmanager
+def two_nodes(folder: Path, settle: Callable[[int, Path], None]) -> Iterator[None]:
+    """Bring up a coordinator and two nodes with TLS and keys; ``settle`` is given each's folder."""
+    port, *node_ports = free_ports(3)
+    done = fedloom("deploy", "init", folder, "--nodes", "2", "--port", str(port))
+    assert done.returncode == 0, done.stderr
+    for number, own in enumerate(node_ports, start=1):
+        node = folder / f"nodes/{number}"
+        change(node / "node.toml", f"{9100 + number}", str(own))
+        settle(number, node)
+    ups = [Up(folder / "coordinator")]
+    try:
+        ups[0].wait_for("takes nodes at")
+        ups += [Up(folder / f"nodes/{number}") for number in (1, 2)]
+        for up in ups[1:]:
+            up.wait_for("1 node connected")
+        yield
+    finally:
+        for up in reversed(ups):
+            up.stop()
 
 
 def wait_until(true: Callable[[], bool]) -> None:

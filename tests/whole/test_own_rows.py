@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from fedloom.flat import toml_lines
 from fedloom.simulations.inprocess import run_in_process
 
-from deployments import Up, change, fedloom, free_ports
+from deployments import change, fedloom, two_nodes
 from runs import rows
 
 pytestmark = pytest.mark.slow
@@ -22,30 +25,17 @@ def test_nodes_train_on_files_of_their_own_as_the_simulation_does(questions, rec
     for number, half in enumerate(halves, start=1):
         (tables / f"{number}.jsonl").write_text("".join(half))
     folder = tmp_path / "d"
-    port, *node_ports = free_ports(3)
-    done = fedloom("deploy", "init", folder, "--nodes", "2", "--port", str(port))
-    assert done.returncode == 0, done.stderr
-    for number, own in enumerate(node_ports, start=1):
-        config = folder / f"nodes/{number}/node.toml"
-        change(config, f"{9100 + number}", str(own))
-        change(config, 'data = ""', 'data = "rows.jsonl"')
-        (folder / f"nodes/{number}/rows.jsonl").write_bytes(
-            (tables / f"{number}.jsonl").read_bytes()
-        )
+
+    def settle(number: int, node: Path) -> None:
+        change(node / "node.toml", 'data = ""', 'data = "rows.jsonl"')
+        (node / "rows.jsonl").write_bytes((tables / f"{number}.jsonl").read_bytes())
+
     own = recipe(clients__count=2, data__split="files", evaluation__with_training=True)
     submitted = tmp_path / "recipe.toml"
-    ups = [Up(folder / "coordinator")]
-    try:
-        ups[0].wait_for("takes nodes at")
-        ups += [Up(folder / f"nodes/{number}") for number in (1, 2)]
-        for up in ups[1:]:
-            up.wait_for("1 node connected")
-        submitted.write_text(toml_lines(own.flat()))
+    submitted.write_text(toml_lines(own.flat()))
+    with two_nodes(folder, settle):
         done = fedloom("run", submitted, "--on", folder, "--name", "nodes")
         assert done.returncode == 0, done.stdout + done.stderr
-    finally:
-        for up in reversed(ups):
-            up.stop()
     run_in_process(own.replaced(name="here", data__source=f"path:{tables}"))
     there, here = tmp_path / "nodes", tmp_path / "here"
     assert (there / "adapter/digest.txt").read_text() == (here / "adapter/digest.txt").read_text()
@@ -61,6 +51,7 @@ def test_nodes_train_on_files_of_their_own_as_the_simulation_does(questions, rec
     asked = {(r["round"], r["phase"]) for r in rows(there, "ledger")}
     assert asked >= {(1, "train"), (2, "train"), (2, "evaluate")}
     assert (1, "evaluate") not in asked
-    text = halves[0][0].split('"')[3][:30]
+    text = json.loads(halves[0][0])["question"]
+    assert " " in text  # two words that stand nowhere else
     for file in there.rglob("*"):
         assert not file.is_file() or text.encode() not in file.read_bytes(), file
