@@ -64,10 +64,6 @@ def right(base: Base, asked: Sequence[Asked]) -> list[bool]:
     return [row.correct for row in classify(base, asked)]
 
 
-def frozen(base: Base, data: Labelled, rows: Any, asked: Any, held: Any) -> Outcome:
-    return right(base, asked), 0.0, ""
-
-
 def memory(answers_only: bool) -> Callable[..., Outcome]:
     """Compile an output memory of the lessons; choose alpha and r on validation rows."""
 
@@ -135,7 +131,7 @@ def study(base: Base, args: argparse.Namespace) -> dict[str, Any]:
     data = load_labelled(DATA)
     pool, held_rows, test = dealt(data, args.validation, args.test)
     held, asked = (questions(data, rows, base.tokenizer) for rows in (held_rows, test))
-    plain, *_ = frozen(base, data, [], asked, held)
+    plain = right(base, asked)
     gold = np.array([each.gold for each in asked])
     chance = float(np.bincount(gold).max() / len(gold))
     print(f"{len(test)} test rows, {len(held)} validation rows, likeliest class {chance:.3f}")

@@ -81,7 +81,7 @@ def tell(kind: str, pools: Pools, events: int, asked: int) -> Story:
     return Story(told, asked, asking.question, asking.value, (a, b, c), asking.stem)
 
 
-def shortened(story: Story, events: int, place: int = 0) -> Story:
+def shortened(story: Story, events: int, place: int) -> Story:
     """Leave out all events but so many, the asked one among them; the wrong options go with them.
 
     A counter is told as it is: with other steps it would have another answer.
