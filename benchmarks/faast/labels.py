@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from transformers import DynamicCache
 
 from fedloom import seeds
 from fedloom.adapters.attach import attach
@@ -88,12 +89,13 @@ def in_context(base: Base, data: Labelled, rows: Any, asked: Any, held: Any) -> 
     """Write the lessons before each question; what the model holds of them is computed once."""
     began = time.process_time()
     ids = [token for lesson in lessons(data, rows, base.tokenizer) for token in lesson.ids]
-    read = base.model(torch.tensor([ids]), use_cache=True).past_key_values
+    read = DynamicCache(config=base.model.config)
+    base.model(torch.tensor([ids]), cache=read, use_cache=True)
     spent = time.process_time() - began
     found = []
     for each in asked:
         prompt = torch.tensor([each.prompt_ids])
-        logits = base.model(prompt, past_key_values=copy.deepcopy(read)).logits[0, -1]
+        logits = base.model(prompt, cache=copy.deepcopy(read), use_cache=True).logits[0, -1]
         found.append(int(logits[list(each.letter_ids)].argmax()) == each.gold)
     return found, spent, f"{len(ids)} tokens before each question"
 
