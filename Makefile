@@ -20,8 +20,8 @@ test: install lint  ## the quick tests
 
 # Whole federations have both cores to themselves; what runs in one process shares them.
 slow: install fetch  ## real runs on Ray and the real model
-	$(BIN)/python -m pytest -m slow -n 2 --dist loadfile --ignore tests/whole
-	$(BIN)/python -m pytest -m slow tests/whole
+	$(BIN)/python -m pytest -m slow -n 2 --dist loadfile --ignore tests/whole --ignore tests/on_ray
+	$(BIN)/python -m pytest -m slow tests/whole tests/on_ray
 
 lint: install
 	$(BIN)/ruff format --check .
