@@ -23,8 +23,9 @@ _STATE = "fedloom-gate"
 def admit(config: Mapping[str, Any], arrays: Arrays, context: Context) -> None:
     """Refuse a message of another version, of a round long past, or with a value not finite.
 
-    The newest round of the run lies in Flower's ``Context.state``.  One round back is let in: a
-    coordinator that was killed takes up the round that it had begun, or the one before.
+    The newest round of the run lies in Flower's ``Context.state``, which a run that goes on after a
+    stop does not find again: to Flower it is another run.  One round back is let in: a coordinator
+    that was killed takes up the round that it had begun, or the one before.
     """
     if "run" in config:
         version = str(config.get("version", ""))

@@ -5,7 +5,8 @@ A client lives for one message, so its session lies in Flower's ``Context.state`
 that in its memory, hands it to the process that answers a message and takes it back with the reply;
 it is never in a message and is gone when the node stops.  A file would outlive the round: whoever
 recorded a round's messages and later gets hold of a disk could take the masks off.  And a state
-that comes back from a file can be an older one, which would answer a step twice.
+that comes back from a file can be an older one, which would answer a step twice.  What has to be
+known after a stop is a number: the last sum that was opened (``fedloom.local.opened``).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from flwr.clientapp import ClientApp
 from fedloom import border, ciphers
 from fedloom.ciphers import Source
 from fedloom.errors import Refusal
+from fedloom.local.opened import check_unopened, enter_opened
 from fedloom.secure import Session, advertise, messages
 from fedloom.secure.masks import Words
 from fedloom.wire import Arrays
@@ -80,7 +82,9 @@ def _keys(context: Context, config: dict[str, Any], source: Source) -> Arrays:
             ' "partition-id=0 num-partitions=5"'
         )
     me = int(context.node_config["partition-id"])
-    session, keys = advertise(messages.summation_of(config), me, _stored(context), source)
+    summation = messages.summation_of(config)
+    session, keys = advertise(summation, me, _stored(context), source)
+    check_unopened(summation.run, me, summation.round)  # sooner than after a round's training
     _store(context, session)
     return messages.give_keys(keys)
 
@@ -94,6 +98,7 @@ def _shares(context: Context, config: dict[str, Any], source: Source) -> Arrays:
 
 def _unmask(context: Context, config: dict[str, Any]) -> Arrays:
     session, shares = _session(context, config).unmask(messages.survivors_of(config))
+    enter_opened(session.summation.run, session.me, session.summation.round)
     _store(context, session)  # without its secrets, before the answer is on its way
     return messages.give_shares(shares)
 

@@ -9,9 +9,8 @@ and where privacy is counted it counts.
 from __future__ import annotations
 
 import json
-import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,13 +18,14 @@ from typing import Any
 
 from fedloom import __version__
 from fedloom.config import RunConfig
-from fedloom.disk import flush_folder, sweep
+from fedloom.disk import sweep
 from fedloom.errors import Refusal
 from fedloom.flat import Scalar
+from fedloom.secure import messages
 from fedloom.strategies.adapter_strategy import AdapterStrategy
-from fedloom.strategies.checkpoint import FOLDER, Checkpoint, Checkpoints
+from fedloom.strategies.checkpoint import FOLDER, Checkpoint, Checkpoints, Torn
 from fedloom.strategies.groups import FOLDER as GROUPS
-from fedloom.strategies.journal import Journal
+from fedloom.strategies.journal import Journal, Row, append_lasting
 from fedloom.strategies.roster import Roster
 from fedloom.wire import Arrays
 
@@ -39,9 +39,6 @@ _MAY_DIFFER = {
 _NOBODY = 2
 """Node ids from here on stand for partitions whose node has not come back: Flower draws 64 bits."""
 
-Asked = dict[int, list[int]]
-"""Round -> partitions that were asked to train in it."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Stand:
@@ -52,7 +49,7 @@ class Stand:
     note: str
     """Why a later checkpoint was passed over, if one was."""
     complete: bool
-    torn: tuple[Asked, ...] = ()
+    torn: tuple[Torn, ...] = ()
     """What was asked in rounds that were cut and that no checkpoint has counted, cut by cut."""
 
     @property
@@ -95,7 +92,7 @@ def check_recipe(config: RunConfig, folder: Path, stand: Stand) -> None:
     Raises
     ------
     Refusal
-        Naming the key that differs.
+        Naming the key that differs, or saying that the noise was solved for fewer rounds.
     """
     held: dict[str, Scalar]
     if stand.checkpoint is not None:
@@ -114,6 +111,12 @@ def check_recipe(config: RunConfig, folder: Path, stand: Stand) -> None:
         raise Refusal(
             f"rounds = {config.rounds}: {folder} was run with {held['rounds']} and has done"
             f" {stand.round}; rounds may grow when a run goes on, and never shrink"
+        )
+    if config.privacy.epsilon and config.rounds != int(held["rounds"]):
+        raise Refusal(
+            f"rounds = {config.rounds}: {folder} was run with {held['rounds']}, and the noise of"
+            f" what it has done was solved for privacy.epsilon = {config.privacy.epsilon:g} over so"
+            " many; start a new run under another --name"
         )
     if stand.complete and stand.checkpoint is None and config.rounds > int(held["rounds"]):
         raise Refusal(
@@ -146,33 +149,41 @@ def take_up(config: RunConfig, folder: Path, journal: Journal) -> Stand:
     sizes = about.get("journal", {})
     torn = journal.behind(sizes)
     if any(torn.values()):
-        _tell(folder / RESUMES, stand, torn["ledger"])
+        _tell(folder / RESUMES, stand, torn)
     journal.cut(sizes)
     told = _rows(folder / RESUMES)[int(about.get("resumes", 0)) :]
-    asked = tuple({int(r): list(ps) for r, ps in row["asked"].items()} for row in told)
-    return replace(stand, torn=asked)
+    return replace(stand, torn=tuple(map(_torn, told)))
 
 
-def _tell(path: Path, stand: Stand, ledger: Iterable[Mapping[str, Any]]) -> None:
+def _tell(path: Path, stand: Stand, torn: Mapping[str, list[Row]]) -> None:
     """Append what is about to be cut."""
     asked: dict[int, set[int]] = defaultdict(set)
-    count = 0
-    for row in ledger:
-        count += int(row["bytes"])
-        if (row["phase"], row["direction"]) == ("train", "down"):
-            asked[int(row["round"])].add(int(row["partition"]))
+    opened: dict[int, set[int]] = defaultdict(set)
+    for row in torn["ledger"]:
+        kinds = {"train": asked, messages.UNMASK: opened}
+        if row["direction"] == "down" and row["phase"] in kinds:
+            kinds[row["phase"]][int(row["round"])].add(int(row["partition"]))
+    for row in torn["events"]:
+        if row["event"] == "privacy":  # a secret draw that fell on nobody is paid for, too
+            asked.setdefault(int(row["round"]), set())
     row = {
         "time": datetime.now(UTC).isoformat(),
         "after": stand.round,
         "note": stand.note,
-        "bytes": count,
+        "bytes": sum(int(row["bytes"]) for row in torn["ledger"]),
         "asked": {str(r): sorted(ps) for r, ps in asked.items()},
+        "opened": {str(r): sorted(ps) for r, ps in opened.items()},
     }
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(row) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    flush_folder(path.parent)
+    append_lasting(path, row)
+
+
+def _torn(row: Row) -> Torn:
+    """Read what ``_tell`` wrote; an older row does not say what was opened, so all of it was."""
+    asked, opened = (
+        {int(r): list(ps) for r, ps in rounds.items()}
+        for rounds in (row["asked"], row["opened" if "opened" in row else "asked"])
+    )
+    return Torn(asked, opened)
 
 
 def keeper(

@@ -26,7 +26,7 @@ from fedloom.secure.channel import MARK
 from fedloom.simulations import groups, resume
 from fedloom.simulations.folder import RunFolder
 from fedloom.strategies.adapter_strategy import AdapterStrategy
-from fedloom.strategies.checkpoint import FOLDER, Checkpoint, Checkpoints
+from fedloom.strategies.checkpoint import FOLDER, Checkpoint, Checkpoints, Torn
 from fedloom.strategies.choosing import strategy_of
 from fedloom.strategies.faast import FAAST
 from fedloom.strategies.fednl import FedNL
@@ -103,7 +103,7 @@ def _begin(
     config: RunConfig,
     folder: RunFolder,
     journal: Journal,
-    torn: Iterable[resume.Asked],
+    torn: Iterable[Torn],
 ) -> AdapterStrategy:
     """Carry out all rounds."""
     method = strategy_of(config, STRATEGIES)
@@ -139,7 +139,7 @@ def _begin_groups(
     config: RunConfig,
     folder: RunFolder,
     journal: Journal,
-    torn: Iterable[resume.Asked],
+    torn: Iterable[Torn],
     roster: Roster,
     agreed: dict[str, str],
     found: list[Group],

@@ -27,7 +27,7 @@ from fedloom.config import WITH_SIDE, RunConfig
 from fedloom.flat import Scalar
 from fedloom.rules import ControlSum, without_controls
 from fedloom.strategies.budget import Budget
-from fedloom.strategies.checkpoint import Checkpoint, Part
+from fedloom.strategies.checkpoint import Checkpoint, Part, Torn
 from fedloom.strategies.gate import Gate
 from fedloom.strategies.inbox import Inbox
 from fedloom.strategies.journal import Journal
@@ -174,7 +174,7 @@ class AdapterStrategy(Strategy):
         if server_round <= self.budget.final:  # what a budget stopped was no round
             self.checkpoint(server_round, border.unpack_arrays(arrays))
 
-    def resume(self, held: Checkpoint | None, torn: Iterable[Mapping[int, list[int]]]) -> None:
+    def resume(self, held: Checkpoint | None, torn: Iterable[Torn]) -> None:
         """Go on after a whole round, if any; ``torn`` is whom rounds that were cut had asked."""
         if held is not None:
             self.after = held.round
@@ -334,6 +334,8 @@ class AdapterStrategy(Strategy):
             self.journal.weigh(records, server_round=server_round, direction="down", **where)
             node = self.roster.nodes[partition]
             messages.append(Message(records, node, f"{kind}.{self.action}"))
+        if kind == "train":
+            self.journal.sync()  # no power cut may forget who was asked
         return messages
 
     def _updates(

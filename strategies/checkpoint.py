@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -50,6 +50,50 @@ class Part(Protocol):
 
     def restore(self, state: State) -> None:
         """Take up what ``state`` returned in an earlier process."""
+
+
+class Torn(dict[int, list[int]]):
+    """Rounds that were cut off: number -> the partitions that had been asked to train in it.
+
+    Parameters
+    ----------
+    opened : mapping
+        Round -> the partitions that had been asked to take the masks off its sum.
+    """
+
+    def __init__(
+        self,
+        asked: Mapping[int, Collection[int]],
+        opened: Mapping[int, Collection[int]] | None = None,
+    ) -> None:
+        super().__init__({r: sorted(partitions) for r, partitions in asked.items()})
+        self.opened = {r: sorted(partitions) for r, partitions in (opened or {}).items()}
+
+    def among(self, partitions: Collection[int]) -> Torn:
+        """Return what some partitions were asked."""
+        asked, opened = (
+            {r: [p for p in ps if p in partitions] for r, ps in rounds.items()}
+            for rounds in (self, self.opened)
+        )
+        return Torn(asked, opened)
+
+    def check_masks(self) -> None:
+        """Refuse if a sum under masks may have been opened.
+
+        Before anybody was asked to open it, the server held nothing but uniform words; who takes
+        part in the repeated round draws new keys, and the old ones are told to nobody.
+
+        Raises
+        ------
+        Refusal
+            The same sum over other survivors would, by the difference, show single clients' parts.
+        """
+        if opened := [r for r, partitions in sorted(self.opened.items()) if partitions]:
+            raise Refusal(
+                f"round {opened[0]} was torn after clients had been asked to take the masks off its"
+                " sum: the same sum over other survivors would show what single clients sent; start"
+                " a new run"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,7 +31,7 @@ from fedloom.rules.shares import gram_of as gram_of
 from fedloom.rules.shares import listing
 from fedloom.rules.solving import FastWeights
 from fedloom.strategies.adapter_strategy import AdapterStrategy
-from fedloom.strategies.checkpoint import Checkpoint, State
+from fedloom.strategies.checkpoint import Checkpoint, State, Torn
 from fedloom.strategies.roster import ReplyStream
 from fedloom.strategies.shares import Shares
 from fedloom.strategies.shelf import Choice, SumsShelf, summed_arrays, summed_of
@@ -194,7 +194,7 @@ class FAAST(AdapterStrategy):
             self.choice = Choice(**tree["solved"])
             self.shelf.keep(self.contributions, self.choice)
 
-    def resume(self, held: Checkpoint | None, torn: Iterable[Mapping[int, list[int]]]) -> None:
+    def resume(self, held: Checkpoint | None, torn: Iterable[Torn]) -> None:
         """Go on, after counting what clients gave away in rounds that will be repeated."""
         super().resume(held, torn)
         for rounds in torn:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from fedloom import border, rules
 from fedloom.strategies import factor_rules
 from fedloom.strategies.adapter_strategy import AdapterStrategy
-from fedloom.strategies.checkpoint import Checkpoint
+from fedloom.strategies.checkpoint import Checkpoint, Torn
 from fedloom.strategies.private_mean import PrivateMean
 from fedloom.strategies.roster import ReplyStream
 from fedloom.strategies.server_step import ServerStep
@@ -38,12 +38,14 @@ class FedNL(AdapterStrategy):
         if self.config.privacy.on:
             self.train_metrics = ()  # a client's own loss would tell what its update hides
             self.private = PrivateMean(self.config, self.roster, self.run_token, self.journal)
+            self.parts["privacy"] = self.private
 
-    def resume(self, held: Checkpoint | None, torn: Iterable[Mapping[int, list[int]]]) -> None:
+    def resume(self, held: Checkpoint | None, torn: Iterable[Torn]) -> None:
         """Go on, after counting what clients gave away in rounds that will be repeated."""
         super().resume(held, torn)
         if self.private is not None:
-            self.private.go_on(max(self.after, 0), torn)
+            for rounds in torn:
+                self.private.count_torn(rounds)
 
     def draw(self, server_round: int) -> list[int]:
         """Return whom a round asks; masks need an exchange of keys first."""

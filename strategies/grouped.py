@@ -26,7 +26,7 @@ from fedloom import border
 from fedloom.config import RunConfig
 from fedloom.errors import Refusal
 from fedloom.strategies.adapter_strategy import AdapterStrategy
-from fedloom.strategies.checkpoint import Checkpoint, State
+from fedloom.strategies.checkpoint import Checkpoint, State, Torn
 from fedloom.strategies.groups import Group, GroupJournal, Outbox, merged
 from fedloom.strategies.journal import Journal
 from fedloom.strategies.roster import ReplyStream, Roster
@@ -104,15 +104,13 @@ class Grouped(AdapterStrategy):
         """Return what was there: groups fold, each its own."""
         return dict(sent)
 
-    def resume(self, held: Checkpoint | None, torn: Iterable[Mapping[int, list[int]]]) -> None:
+    def resume(self, held: Checkpoint | None, torn: Iterable[Torn]) -> None:
         """Go on, every group from the same whole round."""
         torn = list(torn)
         self.after = -1 if held is None else held.round
         for member in self.members:
             mine = set(member.group.roster.partitions)
-            asked = [
-                {r: [p for p in ps if p in mine] for r, ps in rounds.items()} for rounds in torn
-            ]
+            asked = [rounds.among(mine) for rounds in torn]
             with member.named():
                 member.strategy.resume(held and _of_group(held, member), asked)
 

@@ -156,6 +156,10 @@ class GroupJournal(Journal):
             for kind, rows in whole.rows.items()
         }
 
+    def sync(self) -> None:
+        """Make what was appended last: it lies in the run's files."""
+        self._whole.sync()
+
     def _append(self, kind: str, row: Row) -> None:
         row = {key.replace("_", "-"): value for key, value in row.items()}
         self.rows[kind].append(row)

@@ -14,6 +14,7 @@ from typing import Any
 from flwr.app import RecordDict
 
 from fedloom import border
+from fedloom.disk import flush_folder
 
 Row = dict[str, Any]
 
@@ -38,6 +39,12 @@ class Journal:
                 os.fsync(file.fileno())
             found[kind] = path.stat().st_size
         return found
+
+    def sync(self) -> None:
+        """Make what was appended last: it is there after a power cut, too."""
+        self.sizes()
+        if self.folder is not None:
+            flush_folder(self.folder)
 
     def behind(self, sizes: Mapping[str, int]) -> dict[str, list[Row]]:
         """Return the whole rows that were written after ``sizes`` was called."""
@@ -95,6 +102,19 @@ class Journal:
         self.rows[kind].append(row)
         if self.folder is not None:
             _append_line(self.folder / f"{kind}.jsonl", json.dumps(row))
+
+
+def append_lasting(path: Path, row: Row) -> None:
+    """Append a row that is there, whole, when this returns, also after a power cut.
+
+    A line before it that a crash has torn stays alone; if the disk is full nothing is appended.
+    """
+    before = path.read_bytes() if path.exists() else b"\n"
+    fresh = "" if before.endswith(b"\n") or not before else "\n"
+    _append_line(path, f"{fresh}{json.dumps(row)}")
+    with path.open("ab") as file:
+        os.fsync(file.fileno())
+    flush_folder(path.parent)
 
 
 def _whole_rows(data: bytes) -> list[Row]:

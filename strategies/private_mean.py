@@ -25,6 +25,7 @@ from fedloom.rules.fixed_point import rounding_bound
 from fedloom.rules.private import client_sigma, fresh
 from fedloom.rules.releases import Promise, joint_norm, longest_sum, with_noise
 from fedloom.secure.sums import LOSS, WEIGHT, masked_listing
+from fedloom.strategies.checkpoint import State, Torn
 from fedloom.strategies.journal import Journal
 from fedloom.strategies.roster import ReplyStream, Roster
 from fedloom.strategies.secure_sum import SecureSum
@@ -75,28 +76,25 @@ class PrivateMean:
         """Whether the server draws clients by chance that nobody can repeat."""
         return self.given.sampling == "secret"
 
-    def go_on(self, after: int, torn: Iterable[Mapping[int, list[int]]]) -> None:
-        """Count what the rounds up to ``after`` cost, and those that a crash tore.
+    def state(self) -> State:
+        """Return who has paid for how many rounds, those that a crash tore among them."""
+        return State({}, {"asked": {str(p): n for p, n in sorted(self._asked.items())}})
+
+    def restore(self, state: State) -> None:
+        """Take up the books of an earlier process."""
+        self._asked = Counter({int(p): int(n) for p, n in state.tree["asked"].items()})
+
+    def count_torn(self, rounds: Torn) -> None:
+        """Count what clients gave away in rounds that a crash tore and that will be repeated.
 
         Raises
         ------
         Refusal
-            If a sum under masks was among the torn: the same sum over other survivors would, by the
-            difference, show single clients' updates.
+            If clients had been asked to open a sum under masks.
         """
-        seed, fraction = self.config.seed, self.config.sampling.fraction
-        for earlier in range(1, after + 1):
-            paid = self.roster.sample(seed, earlier, fraction)
-            self._asked.update(self.roster.partitions if self.secret else paid)
-        for rounds in torn:
-            for server_round, asked in rounds.items():
-                if self._sum is not None and asked:
-                    raise Refusal(
-                        f"round {server_round} was torn after clients had been asked for updates"
-                        " under masks: the same sum over other survivors would show single"
-                        " clients' updates; start a new run"
-                    )
-                self._asked.update(self.roster.partitions if self.secret else asked)
+        rounds.check_masks()
+        for asked in rounds.values():  # under masks too, though nobody has seen their sum
+            self._asked.update(self.roster.partitions if self.secret else asked)
 
     def begin(self, grid: ReplyStream, server_round: int, drawn: list[int]) -> list[int]:
         """Return whom to ask, of those whom the seed has drawn.
@@ -104,22 +102,25 @@ class PrivateMean:
         Raises
         ------
         Refusal
-            If masks need more clients than answer.
+            If masks need more clients than answer, or ``privacy.epsilon`` pays for no more rounds.
         """
         self._total, self._lost = None, {}
+        paying = self.roster.partitions if self.secret else drawn
+        if self.given.epsilon:
+            paying = [p for p in paying if self._asked[p] < self.promise.releases]
+            if not paying:
+                raise Refusal(
+                    f"round {server_round}: all who were drawn have been asked in the"
+                    f" {self.promise.releases} rounds that privacy.epsilon = {self.given.epsilon:g}"
+                    " pays for, and one that a crash tore is paid for too; the run ends here, with"
+                    " the adapter of its last whole round"
+                )
+        self._asked.update(paying)
         if self.secret:
             drawn = self._drawn_in_secret()
             self._by = self.config.sampling.fraction * len(self.roster.nodes)
         else:
-            drawn = [p for p in drawn if self._asked[p] < self.promise.releases]
-            if not drawn:
-                raise Refusal(
-                    f"round {server_round}: all who were drawn have been asked in the"
-                    f" {self.promise.releases} rounds that privacy.epsilon ="
-                    f" {self.given.epsilon:g} pays for; end the run here, or begin with all clients"
-                )
-            self._by = float(len(drawn))
-        self._asked.update(self.roster.partitions if self.secret else drawn)
+            drawn, self._by = paying, float(len(paying))
         return drawn if self._sum is None else self._sum.begin(grid, server_round, drawn)
 
     def _drawn_in_secret(self) -> list[int]:
@@ -239,6 +240,8 @@ class PrivateMean:
             told |= {"multiplier": self.promise.multiplier, "releases": self._most()}
             told |= {"sampling": self.given.sampling, "rate": self.promise.rate}
         self.journal.event("privacy", round=server_round, **told)
+        if self.secret:
+            self.journal.sync()  # where chance drew nobody, nothing else says that it was drawn
 
     def _seen(self) -> str:
         noisy = self.promise.multiplier > 0

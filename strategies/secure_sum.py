@@ -117,7 +117,8 @@ class SecureSum:
         Raises
         ------
         Refusal
-            If fewer than the threshold sent numbers or answer now, or a share is false.
+            If fewer than the threshold sent numbers or answer now, or there are too few true
+            shares among theirs.
         """
         collector = self._collector
         survivors = collector.survivors()
@@ -131,6 +132,15 @@ class SecureSum:
 
         self._ask(messages.UNMASK, dict.fromkeys(survivors, asked), shares)
         arrays = decoded(collector.total(), self.bits)
+        for partition, owner in collector.false_shares.items():
+            reason = (
+                f"its share of client {owner}'s secret is false, by its own doing or by client"
+                f" {owner}'s; another's was taken"
+            )
+            where = {"round": collector.summation.round, "phase": messages.UNMASK}
+            self.journal.event(
+                "client-failed", **where, partition=partition, reason=reason, traceback=""
+            )
         where = {"round": collector.summation.round, "threshold": collector.threshold}
         self.journal.event("secure-sum", **where, partitions=survivors, lost=sorted(self._lost))
         return Summed(arrays, survivors, dict(self._lost))
@@ -148,6 +158,8 @@ class SecureSum:
             records = border.content(config=config)
             self._weigh(records, action, "down", partition)
             built.append(Message(records, self.roster.nodes[partition], f"query.{action}"))
+        if action == messages.UNMASK:
+            self.journal.sync()  # a run that goes on must know that this sum may be open
         for reply in self._grid.send_and_receive(built, timeout=self.seconds):
             partition = self._partition_of.get(self._grid.destination(reply), -1)
             trace = ""

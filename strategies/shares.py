@@ -17,14 +17,13 @@ from flwr.app import Message
 
 from fedloom import border
 from fedloom.config import RunConfig
-from fedloom.errors import Refusal
 from fedloom.rules.admission import check_noisy, check_sums
 from fedloom.rules.candidates import candidates
 from fedloom.rules.fixed_point import rounding_bound
 from fedloom.rules.private import client_sigma, solve_noisy
 from fedloom.rules.shares import COUNT, Noise, gram_of
 from fedloom.rules.solving import FastWeights
-from fedloom.strategies.checkpoint import State
+from fedloom.strategies.checkpoint import State, Torn
 from fedloom.strategies.journal import Journal
 from fedloom.strategies.roster import ReplyStream, Roster
 from fedloom.strategies.secure_sum import SecureSum
@@ -98,23 +97,17 @@ class Shares:
         self._releases = Counter({int(p): int(n) for p, n in state.tree["releases"].items()})
         self._lost = {int(p): str(why) for p, why in state.tree["lost"].items()}
 
-    def count_torn(self, rounds: Mapping[int, list[int]]) -> None:
+    def count_torn(self, rounds: Torn) -> None:
         """Count what clients gave away in rounds that a crash tore and that will be repeated.
 
         Raises
         ------
         Refusal
-            If a sum under masks was among them: the same sum over other survivors would, by the
-            difference, show single clients' sums.
+            If clients had been asked to open a sum under masks.
         """
-        for server_round, partitions in rounds.items():
-            if self.masked and partitions:
-                raise Refusal(
-                    f"round {server_round} was torn after clients had sent sums under masks: the"
-                    " same sum over other survivors would show single clients' sums; start a new"
-                    " run"
-                )
-            if self.noise is not None:
+        rounds.check_masks()
+        for partitions in rounds.values():
+            if self.noise is not None:  # under masks too, though nobody has seen their sum
                 self._releases.update(partitions)
 
     def told(self, partition: int) -> Mapping[str, Any]:

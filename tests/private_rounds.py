@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,9 +22,10 @@ from fedloom.rules.contributions import A, B
 from fedloom.rules.exchange import Exchange, travels
 from fedloom.simulations.inprocess import InProcessGrid
 from fedloom.strategies import FedNL, Journal, ReplyStream, Roster
+from fedloom.strategies.rounds import run_rounds
 from fedloom.wire import Manifest
 
-RUN = "5e" * 16
+TOKENS = (f"{n:032x}" for n in itertools.count(1))  # a run of its own: nodes know old ones again
 FIRST_NODE = 1000
 SIZES = {
     "q" + A: (4, 30),
@@ -134,16 +137,25 @@ class Network(InProcessGrid):
 class Rounds:
     """A run of all rounds; ``states`` has the global arrays after each, the start first."""
 
-    def __init__(self, config: RunConfig, owner=Owner, source: Source | None = None, **network):
+    def __init__(
+        self,
+        config: RunConfig,
+        owner=Owner,
+        source: Source | None = None,
+        folder: Path | None = None,
+        token: str = "",
+        **network,
+    ):
         app = ClientApp()
         serve(app, owner, action="fednl")
         serve_sums(app)
         self.states: list[dict[str, np.ndarray]] = [start()]
         self.grid = Network(app, config, **network)
-        self.journal = Journal()
+        self.journal = Journal(folder)
         roster = Roster({p: FIRST_NODE + p for p in range(config.clients.count)}, {})
         keep = lambda number, arrays: self.states.append(arrays)  # noqa: E731
-        strategy = FedNL(config, manifest_of(config), roster, self.journal, keep, RUN)
+        named = token or next(TOKENS)
+        strategy = FedNL(config, manifest_of(config), roster, self.journal, keep, named)
         if source is not None:
             strategy.private._source = source
         self.strategy = strategy
@@ -156,6 +168,15 @@ class Rounds:
             told.rounds,
             timeout=told.sampling.reply_seconds,
         )
+        return self
+
+    def go_on(self, after: int) -> Rounds:
+        """Carry out the rounds that come after a whole one."""
+        config, stream = self.strategy.config, ReplyStream(self.grid, default_timeout=1.0)
+        run_rounds(
+            self.strategy, stream, border.pack_arrays(start()), after=after, rounds=config.rounds,
+            timeout=config.sampling.reply_seconds, whole=lambda number, arrays: None,
+        )  # fmt: skip
         return self
 
     def events(self, name: str) -> list[dict]:

@@ -135,22 +135,45 @@ def test_a_letter_to_another_or_of_another_round_does_not_open():
         again.numbers(lambda s, r, x: again.collector.letters_to(10 if r == 1 else 1).get(s, x))
 
 
-@pytest.mark.parametrize("kind", ["survivor", "lost"])
-def test_a_false_share_is_found_by_the_server(kind):
-    rehearsal = Rehearsal(clients(5), threshold=3, lost_at={"numbers": [13]})
+def with_false_shares(false: dict[int, list[int]], lost: list[int], threshold: int) -> Rehearsal:
+    """A sum up to its opening; ``false`` has who reveals falsely -> whose shares."""
+    rehearsal = Rehearsal(clients(5), threshold=threshold, lost_at={"numbers": lost})
     rehearsal.keys()
     rehearsal.shares()
     rehearsal.numbers()
     survivors = rehearsal.collector.survivors()
-    whose = 4 if kind == "survivor" else 13
     for client in survivors:
         _, shares = rehearsal.sessions[client].unmask(survivors)
-        if client == 1:
+        for whose in false.get(client, []):
             value = (int.from_bytes(shares[whose], "big") + 1) % 2**256
             shares[whose] = value.to_bytes(33, "big")
         rehearsal.collector.add_shares(client, shares)
-    with pytest.raises(Refusal, match=r"one (of them )?is false"):
+    return rehearsal
+
+
+@pytest.mark.parametrize("whose", [[4], [13], [1, 4, 7, 10, 13]])  # 13 is the one that was lost
+def test_a_false_share_is_found_by_the_server(whose):
+    rehearsal = with_false_shares({1: whose}, [13], threshold=4)  # there is none to spare
+    with pytest.raises(Refusal, match=rf"client {whose[0]}'s secret .* one of them is false"):
         rehearsal.collector.total()
+
+
+@pytest.mark.parametrize("whose", [[4], [13], [1, 4, 7, 10, 13]])
+@pytest.mark.parametrize("liar", [1, 7, 10])
+def test_a_false_share_is_passed_over_where_one_is_to_spare(liar, whose):
+    rehearsal = with_false_shares({liar: whose}, [13], threshold=3)
+    total = rehearsal.collector.total()
+    assert same(total, plain_sum([clients(5)[c] for c in (1, 4, 7, 10)]))
+    # 10 is the fourth of three that are used
+    assert rehearsal.collector.false_shares == ({liar: whose[0]} if liar != 10 else {})
+
+
+def test_of_two_false_shares_both_are_passed_over_or_no_sum_is_made():
+    rehearsal = with_false_shares({1: [4], 4: [10]}, [], threshold=3)
+    assert same(rehearsal.collector.total(), plain_sum(clients(5).values()))
+    assert rehearsal.collector.false_shares == {1: 4, 4: 10}
+    with pytest.raises(Refusal, match="start a new summation"):
+        with_false_shares({1: [4], 7: [4], 10: [4]}, [], threshold=3).collector.total()
 
 
 def test_both_shares_of_one_client_are_never_told():

@@ -16,7 +16,7 @@ from fedloom.simulations import report, resume
 from fedloom.simulations.inprocess import run_in_process
 from fedloom.simulations.resume import check_recipe, stand_of
 from fedloom.simulations.runner import resume_run, run_recipe
-from fedloom.strategies.checkpoint import FOLDER, Checkpoint, State
+from fedloom.strategies.checkpoint import FOLDER, Checkpoint, State, Torn
 from fedloom.strategies.journal import Journal
 from fedloom.strategies.roster import Roster
 from fedloom.strategies.shares import Shares
@@ -246,14 +246,14 @@ def test_what_noisy_sums_cost_in_torn_rounds_is_counted(digits):
     config = digits(faast__shares="private", faast__epsilon=1.0, **told)
     shares = Shares(config, Roster({p: p + 9 for p in range(3)}, {}), "ab" * 16, Journal())
     shares.restore(State({}, {"variance": 2.5, "releases": {"0": 1, "2": 1}, "lost": {}}))
-    shares.count_torn({2: [0, 1]})
+    shares.count_torn(Torn({2: [0, 1]}))
     assert shares.state().tree["releases"] == {"0": 2, "1": 1, "2": 1}
     assert shares.figures()["epsilon-spent"] == Noise.of(config.faast).spent(2)
     masked = digits(faast__shares="masked", **told)
     shares = Shares(masked, Roster({p: p + 9 for p in range(3)}, {}), "ab" * 16, Journal())
-    shares.count_torn({})
-    with pytest.raises(Refusal, match="round 2 was torn after clients had sent sums under masks"):
-        shares.count_torn({2: [0, 1]})
+    shares.count_torn(Torn({2: [0, 1]}))
+    with pytest.raises(Refusal, match="round 2 was torn after clients had been asked to take"):
+        shares.count_torn(Torn({2: [0, 1]}, {2: [0, 1]}))
 
 
 def test_the_command(killed, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 
 import numpy as np
@@ -14,6 +15,7 @@ from fedloom.rules import sampled_gaussian
 from fedloom.rules.fixed_point import rounding_bound
 from fedloom.rules.private import calibrate
 from fedloom.rules.releases import joint_norm
+from fedloom.strategies.checkpoint import Torn
 
 from private_rounds import Owner, Rounds, change, flat, moved, recipe, rows_of, start
 from summations import chi_square, source
@@ -267,20 +269,106 @@ def test_a_run_that_goes_on_has_paid_for_its_first_rounds():
     config = recipe(privacy__clip=0.5, privacy__noise=3.0, rounds=4, sampling__fraction=0.4)
     straight, resumed = Rounds(config).run(), Rounds(config)
     private, sample = resumed.strategy.private, resumed.strategy.roster.sample
-    private.go_on(3, [{4: [0, 1]}])  # the fourth was torn, after two had been asked
+    private.restore(Rounds(config.replaced(rounds=3)).run().strategy.private.state())
+    private.count_torn(Torn({4: [0, 1]}))  # the fourth was torn, after two had been asked
     assert private._asked == straight.strategy.private._asked - Counter(
         sample(config.seed, 4, 0.4)
     ) + Counter([0, 1])
     private.begin(resumed.grid, 4, sample(config.seed, 4, 0.4))
     assert private._asked == straight.strategy.private._asked + Counter([0, 1])
+    again = Rounds(config).strategy.private
+    again.restore(private.state())
+    assert again._asked == private._asked
 
 
-def test_a_torn_round_under_masks_is_not_summed_again():
+def test_a_torn_round_in_secret_is_paid_for_by_all_and_no_round_over_epsilon_is_begun():
+    told = {"privacy__sampling": "secret", "sampling__fraction": 0.4, "server__rule": "mean"}
+    config = recipe(privacy__clip=0.5, privacy__epsilon=4.0, rounds=3, **told)
+    run = Rounds(config)
+    run.strategy.private.count_torn(Torn({1: []}))  # it fell on nobody
+    assert set(run.strategy.private._asked.values()) == {1}
+    with pytest.raises(Refusal, match=r"round 3: all who .* 3 rounds that privacy.epsilon = 4"):
+        run.run()
+    assert run.events("round")[-1]["epsilon-spent"] <= 4.0 + 1e-6
+
+
+def test_a_torn_sum_under_masks_is_repeated_only_if_nobody_was_asked_to_open_it():
     config = recipe(privacy__masks=True, server__rule="ffa", rounds=4)
     private = Rounds(config).strategy.private
-    private.go_on(1, [{}, {2: []}])
-    with pytest.raises(Refusal, match="round 2 was torn after clients had been asked"):
-        private.go_on(1, [{2: [0]}])
+    for harmless in (Torn({}), Torn({2: []}), Torn({2: [0, 1]}), Torn({2: [0]}, {2: []})):
+        private.count_torn(harmless)
+    with pytest.raises(Refusal, match="round 2 was torn after clients had been asked to take"):
+        private.count_torn(Torn({2: [0, 1]}, {2: [0]}))
+    mixed = Torn({2: [0, 1, 2]}, {2: [0, 1]})  # as a group sees it, of others than its own
+    assert mixed.among([2]) == {2: [2]}
+    private.count_torn(mixed.among([2]))
+
+
+def test_a_torn_masked_round_is_summed_again_under_new_keys_and_never_after_it_was_opened():
+    """What runs twice is Flower's run; the token is one, so nodes know it again."""
+    config = recipe(privacy__masks=True, server__rule="mean")
+
+    def dies(kind: str, partition: int, number: int) -> bool:
+        if (kind, partition, number) == ("train.fednl", 3, 2):
+            raise KeyboardInterrupt
+        return False
+
+    token = "ab" * 16
+    torn = Rounds(config, token=token, lose=dies)
+    with pytest.raises(KeyboardInterrupt):
+        torn.run()
+    assert len(torn.states) == 2
+    again = Rounds(config, token=token).go_on(after=1)
+    wanted = mean_of(range(5), 2, start())
+    for name, array in again.states[-1].items():
+        moved_by = array.astype("f8") - start()[name]
+        np.testing.assert_allclose(moved_by, wanted[name], atol=1e-6)
+    keys = [
+        border.arrays_of(reply.content)["keys"].tobytes()
+        for run in (torn, again)
+        for kind, _, number, reply in run.grid.heard
+        if (kind, number) == ("query.secure_keys", 2)
+    ]
+    assert len(keys) == len(set(keys)) == 10
+    words = [flat_words(run.grid.trained(2)[0]) for run in (torn, again)]
+    assert chi_square((words[0] - words[1]).tobytes()) < 6  # the masks were others, too
+    late = Rounds(config, token=token)
+    with pytest.raises(Refusal, match="0 clients gave keys"):
+        late.go_on(after=1)
+    assert (
+        "client 0 has opened sum 2 of this run, sum 2 came"
+        in (late.events("client-failed")[0]["reason"])
+    )
+
+
+def flat_words(arrays: dict[str, np.ndarray]) -> np.ndarray:
+    return np.concatenate([a.ravel() for _, a in sorted(arrays.items())])
+
+
+@pytest.mark.parametrize("masks", [False, True])
+def test_what_was_asked_is_on_the_disk_before_a_message_leaves(masks, tmp_path, monkeypatch):
+    config = recipe(privacy__masks=masks, privacy__clip=0.5)
+    run, flush, push = Rounds(config, folder=tmp_path / "run"), os.fsync, None
+    lasting: dict[int, int] = {}  # file -> bytes that a power cut leaves
+    left: list[str] = []
+
+    def flushing(handle: int) -> None:
+        flush(handle)
+        lasting[os.fstat(handle).st_ino] = os.fstat(handle).st_size
+
+    def pushing(messages):
+        ledger, listed = (tmp_path / "run/ledger.jsonl").stat(), list(messages)
+        for kind in {m.metadata.message_type for m in listed}:
+            left.append(kind)
+            if kind in ("train.fednl", "query.secure_unmask"):
+                assert lasting.get(ledger.st_ino) == ledger.st_size, kind
+        return push(listed)
+
+    monkeypatch.setattr(os, "fsync", flushing)
+    push, run.grid.push_messages = run.grid.push_messages, pushing
+    run.run()
+    assert left.count("train.fednl") == 2
+    assert left.count("query.secure_unmask") == 2 * masks
 
 
 def test_secret_samples_are_drawn_by_chance_and_accounted_as_sampled_gaussian():

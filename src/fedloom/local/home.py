@@ -92,12 +92,7 @@ class Home:
                 file.unlink()
 
     def _folder(self) -> Path:
-        if not re.fullmatch(r"[0-9a-f]{8,64}", self._run):
-            raise Refusal(
-                f'run token "{self._run[:80]}": expected 8 to 64 hexadecimal digits, as this method'
-                " keeps files by it; use the same fedloom version on the server"
-            )
-        return root() / self._run / f"{self._partition:05d}"
+        return folder_of(self._run, self._partition)
 
     def _held(self, purpose: str) -> Iterator[tuple[int, Path]]:
         for file in sorted(self._folder().glob(f"{purpose}-*.safetensors")):
@@ -124,6 +119,22 @@ class Home:
 
 def _newest(rounds: list[int], before: int) -> int:
     return max((held for held in rounds if held < before), default=-1)
+
+
+def folder_of(run: str, partition: int) -> Path:
+    """Return the folder of what one partition keeps of a run; it need not be there.
+
+    Raises
+    ------
+    Refusal
+        If the run's token is no folder's name.
+    """
+    if not re.fullmatch(r"[0-9a-f]{8,64}", run):
+        raise Refusal(
+            f'run token "{run[:80]}": expected 8 to 64 hexadecimal digits, as this method keeps'
+            " files by it; use the same fedloom version on the server"
+        )
+    return root() / run / f"{partition:05d}"
 
 
 def root() -> Path:

@@ -8,7 +8,8 @@ put together again is held against what its owner said of it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,9 @@ from fedloom.errors import Refusal
 from fedloom.secure import masks, shamir
 from fedloom.secure.keys import Keys, Summation
 from fedloom.secure.masks import Words
+
+_SPARE = 2
+"""Shares that are tried in place of false ones: each costs as many tries as the threshold."""
 
 
 class Collector:
@@ -40,6 +44,9 @@ class Collector:
         self._masked: set[int] = set()
         self._total: Words = {}
         self._shares: dict[int, dict[int, bytes]] = {}
+        self.false_shares: dict[int, int] = {}
+        """Who revealed a share that does not fit -> whose secret it is of; one of them is to blame,
+        as nobody can hold a share against anything before it is used."""
 
     def add_keys(self, client: int, keys: Keys) -> None:
         """Take a client's public keys."""
@@ -109,21 +116,54 @@ class Collector:
         Raises
         ------
         Refusal
-            If too few revealed their shares, or one of them is false.
+            If too few revealed their shares, or more of them are false than can be passed over.
         """
         self._enough(len(self._shares), "revealed shares")
-        asked = sorted(self._shares)[: self.threshold]
-        weighed = shamir.weights(asked)
+        asked = tuple(sorted(self._shares)[: self.threshold])
         total = {name: array.copy() for name, array in self._total.items()}
         for client in sorted(self._letters):
-            secret = shamir.join({a: self._shares[a][client] for a in asked}, weighed)
+            secret, asked = self._secret(client, asked)
             if client in self._masked:
-                _hold(client, ciphers.digest(secret), self._digests[client])
                 masks.subtract(total, secret)
             else:
-                _hold(client, ciphers.public_key(secret), self._keys[client].mask)
                 self._cancel(total, client, secret)
         return total
+
+    def _secret(self, client: int, asked: tuple[int, ...]) -> tuple[bytes, tuple[int, ...]]:
+        """Put a client's secret together; return whose shares fitted, for the next one.
+
+        What the owner said of its secret tells a right one from a wrong one, so a share that is
+        false is found by taking a spare one in place of each in turn.  No share is asked for that
+        was not revealed already.
+        """
+        for owners, left_out in self._choices(asked):
+            if (secret := self._joined(client, owners)) is not None:
+                if left_out is not None:
+                    self.false_shares[left_out] = client
+                return secret, owners
+        raise Refusal(
+            f"the shares of client {client}'s secret do not fit together: at least one of them is"
+            " false; start a new summation"
+        )
+
+    def _choices(self, asked: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], int | None]]:
+        """Yield whose shares to try, and who is left out for another."""
+        yield asked, None
+        spare = [c for c in sorted(self._shares) if c not in asked and c not in self.false_shares]
+        for other in spare[:_SPARE]:
+            for out in asked:
+                yield (*(c for c in asked if c != out), other), out
+
+    def _joined(self, client: int, owners: tuple[int, ...]) -> bytes | None:
+        """Return a client's secret, or nothing if it is not what its owner said of it."""
+        try:
+            shares = {owner: self._shares[owner][client] for owner in owners}
+            secret = shamir.join(shares, _weights(owners))
+        except Refusal:
+            return None
+        if client in self._masked:
+            return secret if ciphers.digest(secret) == self._digests[client] else None
+        return secret if ciphers.public_key(secret) == self._keys[client].mask else None
 
     def _cancel(self, total: Words, lost: int, secret: bytes) -> None:
         """Take out the masks that the survivors share with a client that was lost."""
@@ -145,9 +185,6 @@ def _once(client: int, there: Any, what: str) -> None:
         raise Refusal(f"client {client}: {what} of this summation came before")
 
 
-def _hold(client: int, came: bytes, said: bytes) -> None:
-    if came != said:
-        raise Refusal(
-            f"the shares of client {client}'s secret do not fit together: one of them is false;"
-            " start a new summation"
-        )
+@functools.lru_cache(maxsize=4)  # the same owners' shares give most secrets back
+def _weights(owners: tuple[int, ...]) -> dict[int, int]:
+    return shamir.weights(owners)
