@@ -22,7 +22,7 @@ from fedloom.clients.bridge import AdapterClient, partition_of
 from fedloom.clients.keys import SIDES, KeyBench, Side, encoder_of, key_bench, recipe_of, shown
 from fedloom.clients.shares import own_sums, sums_to_send
 from fedloom.errors import Refusal
-from fedloom.rules.candidates import best, candidates
+from fedloom.rules.candidates import best, candidates, candidates_of_rows
 from fedloom.rules.reading import one_hot, read, score_sums
 from fedloom.rules.statistics import Gram
 
@@ -84,7 +84,7 @@ class FAASTClient(AdapterClient):
         self._check_enough(bench)
         before, started = bench.forwards, time.perf_counter()
         summed = bench.side(self.partition_id, "summed")
-        encoded, forwards = time.perf_counter(), bench.forwards - before
+        encoded = time.perf_counter()
         given, values = self.config.faast, one_hot(summed.labels, len(bench.classes))
         gram = own_sums(given, summed.unit(), values)
         arrays = sums_to_send(gram, given, self.context, config)
@@ -96,20 +96,26 @@ class FAASTClient(AdapterClient):
             "seconds": time.perf_counter() - started,
             "seconds-encoding": encoded - started,
             "seconds-summing": time.perf_counter() - encoded,
-            "forwards": forwards,
             "pid": os.getpid(),
         }
-        alone = self._alone(bench, gram)
+        alone = self._alone(bench, summed, gram)
         metrics |= {f"local-{key}": value for key, value in alone.items()}
+        metrics["forwards"] = bench.forwards - before  # with the rows that it scored itself on
         return list(arrays.values()), int(gram.count), metrics
 
     def _check_enough(self, bench: KeyBench) -> None:
+        """Refuse numbers of rows that the server would drop, or should not see."""
         given, rows = self.config.faast, len(bench.rows(self.partition_id, "summed"))
         if rows < given.min_count:
             has = f"{rows} rows to sum," if given.shares == "sums" else "rows to sum, but"
             raise Refusal(
                 f"client {self.partition_id} has {has} fewer than faast.min-count ="
                 f" {given.min_count}: sums of few rows show them, and none were sent"
+            )
+        if 0 < given.max_count < rows:
+            raise Refusal(
+                f"client {self.partition_id} has more rows to sum than faast.max-count ="
+                f" {given.max_count}; raise it, or lower data.max-train to take fewer"
             )
 
     def evaluate(
@@ -178,10 +184,14 @@ class FAASTClient(AdapterClient):
         guesses = drawn.integers(classes, size=len(side))
         return {**sums, "correct": int((guesses == side.labels).sum())}
 
-    def _alone(self, bench: KeyBench, gram: Gram) -> Sums:
+    def _alone(self, bench: KeyBench, summed: Side, gram: Gram) -> Sums:
         """Score what this client would have of its own rows alone, its filter chosen likewise."""
         given = self.config.faast
-        solved = [found.weights for found in candidates(gram, given.alpha_list, given.ridge)]
+        if len(summed) < gram.keys:  # its rows are the shorter way to the same weights
+            values = one_hot(summed.labels, len(bench.classes))
+            solved = candidates_of_rows(summed.unit(), values, given.alpha_list, given.ridge)
+        else:
+            solved = [found.weights for found in candidates(gram, given.alpha_list, given.ridge)]
         held_out = bench.side(self.partition_id, "validation")
         scored = [self._score(bench, held_out, weights) for weights in solved if len(held_out)]
         taken = best([(s["correct"], s["gold-ce-sum"]) for s in scored]) if scored else 0

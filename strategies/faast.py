@@ -9,6 +9,8 @@ later rounds clients join who were not drawn, failed, or have a new revision of 
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
 import time
 from collections.abc import Iterable, Mapping
@@ -23,8 +25,10 @@ from numpy.typing import NDArray
 
 from fedloom import border
 from fedloom.config import FaastConfig
+from fedloom.data.partition import Partition
 from fedloom.errors import Refusal
 from fedloom.flat import Scalar
+from fedloom.rules.admission import check_rows
 from fedloom.rules.candidates import best
 from fedloom.rules.revisions import Contributions, digest_of
 from fedloom.rules.shares import gram_of as gram_of
@@ -123,6 +127,7 @@ class FAAST(AdapterStrategy):
             return Update.summed({}, 1.0, partition)  # what it brought shows in the sum alone
         count, rows = metrics[border.WEIGHT], self._rows_to_sum(partition)
         update = self.shares.read(arrays, count, who, partition, rows)
+        self._check_rows(update, who)
         revision = int(metrics["revision"])
         old = self.contributions.check(partition, revision, digest_of(update))
         if old is not None and self.shelf.find(partition, old.revision) is None:
@@ -139,10 +144,40 @@ class FAAST(AdapterStrategy):
         """Leave it at what ``read_update`` has checked: sums have bounds of their own."""
         return {}
 
+    def _check_rows(self, update: Update, who: str, clients: int = 1) -> None:
+        """Hold the rows of one client, or of a sum under masks, against what the recipe allows."""
+        sigma = self.shares.figures().get("total-sigma", 0.0) if clients > 1 else 0.0
+        if clients == 1 and self.shares.noise is not None:
+            sigma = self.shares.noise.sigma
+        least, most = self.config.faast.min_count, self._most_rows
+        check_rows(gram_of(update), who, least=least, most=most, clients=clients, sigma=sigma)
+
+    @property
+    def _most_rows(self) -> int:
+        """The most rows that any client of this recipe sums."""
+        given, cap = self.config.faast, self.config.data.max_train
+        most = cap - given.held_out(cap)
+        return min(given.max_count, most) if given.max_count else most
+
     def _rows_to_sum(self, partition: int) -> int:
-        """Return how many rows a client may have summed, by what it said at the roll call."""
+        """Return how many rows a client may have summed.
+
+        That is no more than the recipe lets it, than it said at the roll call and, in a simulation,
+        than it was dealt.
+        """
         told = self.roster.properties.get(partition, {}).get("train")
-        return 2**31 if told is None else int(told) - self.config.faast.held_out(int(told))
+        rows = [n for n in (told, self._dealt.get(partition)) if n is not None]
+        return min([self._most_rows, *(int(n) - self.config.faast.held_out(int(n)) for n in rows)])
+
+    @functools.cached_property
+    def _dealt(self) -> dict[int, int]:
+        """Training rows by partition, where the roll call told of a partition that all agree on."""
+        for told in self.roster.properties.values():
+            with contextlib.suppress(Refusal):  # it may be none: then what was told has to do
+                made = Partition.from_json(str(told.get("partition-json", "")))
+                if made.digest() == told.get("data"):  # which the roll call held against all others
+                    return {p: len(client.train) for p, client in enumerate(made.clients)}
+        return {}
 
     def fold(self, updates: Iterable[Update], sent: Arrays) -> dict[str, NDArray[Any]]:
         """Add each reply to the total, then solve it for every filter from one factorisation."""
@@ -150,7 +185,10 @@ class FAAST(AdapterStrategy):
             if not self.shares.masked:
                 self._take(update)
         if self.shares.masked:
-            self.contributions.add_together(*self.shares.finish())
+            partitions, update = self.shares.finish()
+            who = f"the sum of {len(partitions)} clients, one of whom cannot have sent sums"
+            self._check_rows(update, who, len(partitions))
+            self.contributions.add_together(partitions, update)
         started = time.perf_counter()
         self._solutions = self.shares.solve(self.contributions.total)
         self.round_facts["solve-seconds"] = time.perf_counter() - started

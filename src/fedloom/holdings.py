@@ -33,7 +33,8 @@ def holdings(config: RunConfig) -> tuple[Sequence[Example], Partition]:
         or the manifest says otherwise.
     """
     if config.data.split == "files":
-        return by_file.holdings(config.data, config.seed)
+        steady = config.method == "faast" and config.faast.private
+        return by_file.holdings(config.data, config.seed, steady)
     if config.data.task == "mmlu":
         return partition.holdings(config.data, config.seed)
     if config.data.task == "classes":

@@ -41,6 +41,10 @@ def test_a_total_may_be_off_by_its_rounding_and_no_further():
         ({"shares": "masked", "bits": 60}, "expected 24 to 52"),
         ({"shares": "masked", "keep_sums": True}, "the leaver would have to send its own again"),
         ({"shares": "private", "epsilon": 1.0, "keep_sums": True}, "release the same rows again"),
+        (
+            {"shares": "private", "epsilon": 1.0, "values": "labels", "priors": "0,100"},
+            "chosen by exact scores of training rows, which no noise covers; set one prior",
+        ),
         ({"shares": "private", "epsilon": 1.0, "protects": "client"}, "a bound above 0"),
         ({"shares": "private", "epsilon": 1.0, "client_bound": 5.0}, "none for rows"),
         ({"shares": "private", "epsilon": 1.0, "protects": "shop"}, "expected one of row, client"),

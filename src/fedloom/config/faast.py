@@ -40,7 +40,12 @@ class FaastConfig:
     """Scores are multiplied by it before the softmax whose cross-entropy is told; no prediction
     depends on it."""
     min_count: int = 8
-    """A client refuses to send sums over fewer rows: those of one row are its key."""
+    """A client refuses to send sums over fewer rows: those of one row are its key. The server drops
+    them by name."""
+    max_count: int = 0
+    """The server drops sums over more rows, by name: a sum weighs by its rows, whose number is the
+    client's word. 0 leaves it at ``data.max-train``, beyond which no client of the recipe takes
+    rows."""
     shares: str = "sums"
     """How sums travel: ``sums``, as they are, and the server sees each client's; ``masked``, and it
     learns nothing but their sum; ``private``, with noise that each client adds; ``masked-private``,
@@ -76,6 +81,8 @@ class FaastConfig:
             )
         at_least("faast.ridge", self.ridge, 0)
         at_least("faast.min-count", self.min_count, 1)
+        if self.max_count:
+            at_least("faast.max-count", self.max_count, self.min_count)
         for key, text in (("faast.alphas", self.alphas), ("faast.priors", self.priors)):
             found = _numbers(key, text)
             if len(set(found)) < len(found) or not all(0 <= x < math.inf for x in found):
@@ -126,6 +133,11 @@ class FaastConfig:
             raise Refusal(
                 f'faast.client-bound = {self.client_bound} with faast.protects = "{self.protects}":'
                 " expected a bound above 0 for clients and none for rows"
+            )
+        if self.private and len(self.prior_list) > 1:
+            raise Refusal(
+                f'faast.priors = "{self.priors}" with {mode}: the best is chosen by exact scores of'
+                " training rows, which no noise covers; set one prior"
             )
 
     @property

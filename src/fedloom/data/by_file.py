@@ -6,7 +6,8 @@ node that was started with rows of its own the source is ``own:K:FILE``, which t
 in the place of what the recipe says: it knows client K and of the others only that they are
 elsewhere.  Both deal a file out in the same way, so the arrays of the two runs are the same.
 
-A row that two clients hold is seen by nobody: it may be trained on at one and tested at the other.
+A row that two clients hold is seen by nobody: it may be trained on at one and tested at the other,
+unless rows have their sides by themselves (``fedloom.data.steady``), the same wherever they are.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import numpy as np
 
 from fedloom import seeds
 from fedloom.config import DataConfig
-from fedloom.data import dealing, files
+from fedloom.data import dealing, files, steady
 from fedloom.data.dealing import Item
 from fedloom.data.labelled import load_labelled
 from fedloom.data.partition import Client, Partition, client_of, read_partition, rows_hash
@@ -51,8 +52,16 @@ def table_of(source: str) -> str:
 
 
 @functools.lru_cache(maxsize=4)
-def holdings(data: DataConfig, seed: int) -> tuple[Sequence[Question] | Sequence[Item], Partition]:
+def holdings(
+    data: DataConfig, seed: int, by_row: bool = False
+) -> tuple[Sequence[Question] | Sequence[Item], Partition]:
     """Load the files of a recipe, or this node's, and split each for training and testing.
+
+    Parameters
+    ----------
+    by_row
+        Give each labelled row a side by itself, whatever rows are beside it: what noise that hides
+        one row counts on.
 
     Raises
     ------
@@ -67,7 +76,7 @@ def holdings(data: DataConfig, seed: int) -> tuple[Sequence[Question] | Sequence
     for index, file in held.items():
         name = f"node {index + 1}" if is_own(data.source) else file.stem
         if data.task == "classes":
-            found, client, its = _labelled(data, seed, index, file, name)
+            found, client, its = _labelled(data, seed, index, file, name, by_row)
             if classes and its != classes:
                 raise Refusal(
                     f"{file.name} has the classes {', '.join(its)[:80]}, another client"
@@ -122,10 +131,13 @@ def _questions(
 
 
 def _labelled(
-    data: DataConfig, seed: int, index: int, file: Path, name: str
+    data: DataConfig, seed: int, index: int, file: Path, name: str, by_row: bool
 ) -> tuple[list[Item], Client, tuple[str, ...]]:
     labelled = load_labelled(f"path:{file}")
     items, kept = dealing.distinct(labelled)
+    if by_row:
+        split = steady.sides(items, seed, data, name)
+        return items, dealing.client_of(name, split, labelled.classes, data), labelled.classes
     order = seeds.generator(seed, index, "partition").permutation(np.sort(kept))
     at = {int(place): item for place, item in zip(kept, items, strict=True)}
     train, test = ([at[int(i)] for i in side] for side in dealing.sides(labelled, order, data))
