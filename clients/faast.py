@@ -25,6 +25,7 @@ from fedloom.errors import Refusal
 from fedloom.rules.candidates import best, candidates, candidates_of_rows
 from fedloom.rules.reading import one_hot, read, score_sums
 from fedloom.rules.statistics import Gram
+from fedloom.wire import other_manifest
 
 Sums = dict[str, int | float]
 
@@ -149,11 +150,8 @@ class FAASTClient(AdapterClient):
         bench = self.bench()
         mine = bench.digests["manifest"]
         if config["manifest"] != mine:
-            raise Refusal(
-                f"partition {self.partition_id}: manifest {str(config['manifest'])[:16]} came,"
-                f" {mine[:16]} is this node's; use the same encoder, classes, recipe and fedloom"
-                " version on every node"
-            )
+            same = "encoder, classes, recipe"
+            raise other_manifest(self.partition_id, str(config["manifest"]), mine, same)
         return bench
 
     def _score(

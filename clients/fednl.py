@@ -29,7 +29,7 @@ from fedloom.errors import Refusal
 from fedloom.holdings import holdings
 from fedloom.local.feedback import changes
 from fedloom.local.home import Home
-from fedloom.local.methods import method_of
+from fedloom.local.methods import method_of, travelling
 from fedloom.local.work import Work
 from fedloom.models.base import bases_loaded
 from fedloom.models.sources import locate, parse_source
@@ -37,7 +37,7 @@ from fedloom.models.trunk import Trunk
 from fedloom.rules import without_controls
 from fedloom.rules.workload import steps_of
 from fedloom.tasks import Task, length
-from fedloom.wire import Arrays
+from fedloom.wire import Arrays, check_own_start, other_manifest
 
 _ADAPTER = "adapter"  # what of it is not averaged
 
@@ -164,22 +164,27 @@ class FedNLClient(AdapterClient):
         self._check_base(config)  # before a model is loaded
         bench = workbench(self.config)
         if config["manifest"] != bench.manifest.digest():
-            raise Refusal(
-                f"partition {self.partition_id}: manifest {str(config['manifest'])[:16]} came,"
-                f" {bench.manifest.digest()[:16]} is this node's; use the same model, tokenizer,"
-                " recipe and fedloom version on every node"
-            )
+            came, own = str(config["manifest"]), bench.manifest.digest()
+            raise other_manifest(self.partition_id, came, own, "model, tokenizer, recipe")
         arrays = dict(zip(self.array_names, parameters, strict=True))
         exchange = bench.exchange.without_controls() if scoring else bench.exchange
         received = exchange.received(self.partition_id, arrays)
         bench.adapter.hold("")  # what an earlier message held in this process
         bench.adapter.reset()
         self._narrow(bench)
+        if self._is_start(config, scoring):
+            mine = travelling(self.config, bench.adapter.arrays())
+            check_own_start(self.partition_id, received, mine)
         if self.config.share != "all" or self.config.server.rule == "fedsa":
             kept = self._home(bench, config).find(_ADAPTER, int(config["round"]) + scoring)
             bench.adapter.load(kept or {})
         bench.adapter.load(without_controls(received))
         return bench, received
+
+    def _is_start(self, config: dict[str, Any], scoring: bool) -> bool:
+        """Whether a message must bring the start; a strategy of one's own may send anything."""
+        untrained = self.config.local.method == "none" if scoring else int(config["round"]) == 1
+        return untrained and not self.config.strategy
 
     def _check_base(self, config: dict[str, Any]) -> None:
         base = locate(parse_source(self.config.model.source)).base_hash

@@ -59,15 +59,15 @@ def check_app(data: bytes) -> None:
                 raise Refusal(f"the app unpacks to over {APP_BYTES} bytes: expected one TOML file")
             tree = tomllib.loads(archive.read("pyproject.toml").decode())
         named = dict(tree["tool"]["flwr"]["app"]["components"])
-    except (zipfile.BadZipFile, KeyError, TypeError, ValueError, NotImplementedError) as error:
-        if isinstance(error, Refusal):
-            raise
+    except Refusal:
+        raise
+    except Exception as error:  # foreign bytes: unpacking and parsing raise all kinds
         raise Refusal(
             f"the app cannot be read ({type(error).__name__}): expected a Flower app of one TOML"
             " file, as `fedloom run --on` submits"
         ) from error
     if named != COMPONENTS:
-        shown = " ".join(f"{k}={v}" for k, v in sorted(named.items()))[:120]
+        shown = repr(" ".join(sorted(f"{k}={v}" for k, v in named.items())))[1:-1][:120]
         raise Refusal(
             f"the app names {shown}: this machine runs fedloom's own apps only; submit with"
             " `fedloom run --on`"
@@ -77,7 +77,7 @@ def check_app(data: bytes) -> None:
 def _check_names(names: list[str]) -> None:
     bad = [n for n in names if not re.fullmatch(r"[A-Za-z0-9_-]+\.toml|\.info/CONTENT", n)]
     if bad or len(set(names)) != len(names):
-        what = f"brings {bad[0][:80]}" if bad else "names a file twice"
+        what = f"brings {repr(bad[0])[1:-1][:80]}" if bad else "names a file twice"
         raise Refusal(
             f"the app {what}: this machine runs only what is installed on it and takes an app of"
             ' TOML alone; its owner may set code = "allow"'

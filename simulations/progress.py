@@ -244,7 +244,9 @@ def _resumed_line(event: Event) -> str:
     line = f"goes on after round {event.get('after')} of {event.get('rounds')}"
     line += f" ({event['note']})" if event.get("note") else ""
     absent = ", ".join(map(str, event.get("absent", ())))
-    return line + (f"; not there: clients {absent}" if absent else "")
+    line += f"; not there: clients {absent}" if absent else ""
+    left_out = "; ".join(map(str, event.get("left-out", ())))
+    return line + (f"; left out: {left_out}" if left_out else "")
 
 
 def _spent(event: Event) -> str:

@@ -18,14 +18,16 @@ from flwr.common import log
 from flwr.serverapp import Grid, ServerApp
 from numpy.typing import NDArray
 
-from fedloom import __version__, border
+from fedloom import border
 from fedloom.config import RunConfig
 from fedloom.disk import held
 from fedloom.errors import Refusal
 from fedloom.secure.channel import MARK
 from fedloom.simulations import groups, resume
 from fedloom.simulations.folder import RunFolder
+from fedloom.simulations.starting import initial_adapter
 from fedloom.strategies.adapter_strategy import AdapterStrategy
+from fedloom.strategies.agreement import agree, check_properties, partition_told
 from fedloom.strategies.checkpoint import FOLDER, Checkpoint, Checkpoints, Torn
 from fedloom.strategies.choosing import strategy_of
 from fedloom.strategies.faast import FAAST
@@ -116,12 +118,12 @@ def _begin(
         folder=str(folder.path),
     )
     roster, agreed = _roster(grid, config, journal)
-    folder.keep_partition(roster.properties[roster.partitions[0]]["partition-json"])
+    folder.keep_partition(partition_told(roster, agreed))
     _announce(roster, journal)
     if found := groups_of(config, roster):
         return _begin_groups(grid, config, folder, journal, torn, roster, agreed, found)
     start = method.known_start()
-    arrays, manifest, peft = start or _initial_adapter(grid, roster, journal)
+    arrays, manifest, peft = start or initial_adapter(config, grid, roster, journal, agreed)
     folder.keep_manifest(manifest)
     if sizes := method.sizes(manifest):
         journal.event("adapter", **sizes)
@@ -151,7 +153,8 @@ def _begin_groups(
     manifests: dict[str, Manifest] = {}
     for group in found:
         own = GroupJournal(journal, group.name)
-        start, manifest, _ = _initial_adapter(grid, group.roster, own)
+        told = config, grid, group.roster, own, agreed, group.manifest
+        start, manifest, _ = initial_adapter(*told)
         groups.begin(method, folder, own, group, manifest)
         manifests[group.name] = manifest
         arrays |= {f"{group.name}/{name}": array for name, array in start.items()}
@@ -196,6 +199,7 @@ def _go_on(
         rounds=config.rounds,
         note=stand.note,
         absent=sorted(roster.nodes.keys() - found.nodes.keys()),
+        left_out=[row["reason"] for row in asked.rows["events"] if row["event"] == "client-failed"],
         roll_call_bytes=sum(row["bytes"] for row in asked.rows["ledger"]),
     )
     strategy.run(grid, last.arrays)
@@ -227,60 +231,16 @@ def _roster(
     def ask(node: int) -> Message:
         return Message(border.content(config={"partition": True}), node, "query.properties")
 
-    roster = roll_call(grid, nodes, ask, journal)
-    if len(roster.nodes) < sampling.min_nodes:
-        raise RuntimeError(f"{len(roster.nodes)} of {len(nodes)} nodes answered the roll call")
-    return roster, _check_agreement(config, roster)
-
-
-def _check_agreement(config: RunConfig, roster: Roster) -> dict[str, str]:
-    """Refuse nodes that mean another run, model, data or version than the others."""
-    first = roster.properties[roster.partitions[0]]
-    expected: dict[str, str] = {"version": __version__, "recipe": config.digest()}
-    shared = ("base", "tokenizer", "values", "data")
-    for key in ("classes", "data") if config.method == "faast" and config.faast.mixed else shared:
-        if key in first:
-            expected[key] = first[key]
-    for partition in roster.partitions:
-        for key, wanted in expected.items():
-            came = roster.properties[partition].get(key, "")
-            if came != wanted:
-                raise Refusal(
-                    f"partition {partition} ({roster.name(partition)}) differs in {key}:"
-                    f" {came[:16]} came, {wanted[:16]} was expected; use the same model, data,"
-                    " recipe and fedloom version on every node"
-                )
-    return expected
+    found, dropped = roll_call(grid, nodes, ask, check_properties, journal)
+    agreed = agree(config, found, dropped, journal)
+    if (left := len(agreed.roster.nodes)) < sampling.min_nodes:
+        raise RuntimeError(f"{left} of {len(nodes)} nodes answered the roll call")
+    return agreed.roster, agreed.common
 
 
 def _announce(roster: Roster, journal: Journal) -> None:
     shown = ("partition", "name", "train", "test", "held", "device", "visible-gpus", "pid")
-    hidden = {
-        "held": "",
-        "train": "hidden",
-    }  # where a client does not say how many rows its sums are of
-    nodes = [{k: (hidden | roster.properties[p])[k] for k in shown} for p in roster.partitions]
+    # A client whose sums would tell does not say how many rows they are of.
+    said = [{"train": "hidden", **roster.properties[p]} for p in roster.partitions]
+    nodes = [{key: told.get(key, "") for key in shown} for told in said]
     journal.event("nodes", nodes=nodes)
-
-
-def _initial_adapter(
-    grid: ReplyStream, roster: Roster, journal: Journal
-) -> tuple[dict[str, NDArray[Any]], Manifest, str]:
-    """Take the start from the first node that answers; any other would send the same bytes."""
-    for partition in roster.partitions:
-        where: dict[str, Any] = {"phase": "initial-adapter", "partition": partition}
-        request = Message(border.content(), roster.nodes[partition], "query.initial_adapter")
-        journal.weigh(request.content, server_round=0, direction="down", **where)
-        for reply in grid.send_and_receive([request]):
-            if reply.has_error():
-                reason, trace, refused = border.failure_reason(reply)
-                if refused:
-                    raise Refusal(reason)
-                journal.event("client-failed", round=0, **where, reason=reason, traceback=trace)
-                continue
-            journal.weigh(reply.content, server_round=0, direction="up", **where)
-            said, arrays = border.config_of(reply.content), border.arrays_of(reply.content)
-            manifest = Manifest.from_json(said["manifest"])
-            manifest.check_start(arrays)
-            return arrays, manifest, said["peft"]
-    raise RuntimeError("no node could make the initial adapter")

@@ -64,7 +64,7 @@ def groups_of(config: RunConfig, roster: Roster) -> list[Group]:
         return []
     found: dict[str, list[int]] = defaultdict(list)
     for partition in roster.partitions:
-        found[_manifest_of(roster, partition)].append(partition)
+        found[manifest_of(roster, partition)].append(partition)
     if len(found) < 2:
         return []
     length = next(n for n in (8, 16, 64) if len({digest[:n] for digest in found}) == len(found))
@@ -74,7 +74,7 @@ def groups_of(config: RunConfig, roster: Roster) -> list[Group]:
     return groups
 
 
-def _manifest_of(roster: Roster, partition: int) -> str:
+def manifest_of(roster: Roster, partition: int) -> str:
     """Return the digest that a node told; a folder will be called by it."""
     digest = str(roster.properties[partition].get("manifest", ""))
     if not re.fullmatch("[0-9a-f]{64}", digest):

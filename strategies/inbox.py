@@ -10,9 +10,9 @@ from flwr.app import Message, RecordDict
 
 from fedloom import border
 from fedloom.errors import Refusal
-from fedloom.strategies.journal import Journal
+from fedloom.strategies.journal import LATE, Journal
 from fedloom.strategies.roster import ReplyStream, Roster
-from fedloom.wire import ticket
+from fedloom.wire import START_PHASE, doubts_start, ticket
 
 Read = TypeVar("Read")
 
@@ -42,6 +42,7 @@ class Inbox:
         self._grid: Any = None
         self.asked: set[int] = set()
         self._answered: set[int] = set()
+        self._doubts: dict[int, str] = {}
         self._kind, self._bound = "", False
 
     def listen(self, grid: Any) -> None:
@@ -58,7 +59,7 @@ class Inbox:
         bound
             Whether clients were told run, round and manifest, so that replies must say the same.
         """
-        self.asked, self._answered = set(partitions), set()
+        self.asked, self._answered, self._doubts = set(partitions), set(), {}
         self._kind, self._bound = kind, bound
 
     def read(
@@ -68,11 +69,23 @@ class Inbox:
         replies: Iterable[Message],
         read: Callable[[int, RecordDict], Read],
     ) -> Iterator[Read]:
-        """Yield what ``read`` makes of each good reply; weigh every reply and name the failures."""
+        """Yield what ``read`` makes of each good reply; weigh every reply and name the failures.
+
+        Raises
+        ------
+        Refusal
+            If at least half of those that answered have another start of the adapter: then it is
+            they who are many, and the node that sent it is named.
+        """
+        heard: set[int] = set()
         for reply in replies:
             partition = self.partition(reply)
+            heard.add(partition)
             if reply.has_error():
-                reason, trace, _ = border.failure_reason(reply)
+                reason, trace, refused = border.failure_reason(reply)
+                self.journal.weigh_error(reply, server_round=server_round, partition=partition)
+                if refused and partition in self.asked and doubts_start(reason):
+                    self._doubts[partition] = reason
                 self.failed(server_round, phase, partition, reason, trace)
                 continue
             try:
@@ -90,6 +103,22 @@ class Inbox:
             where = {"round": server_round, "phase": phase, "partition": partition}
             self.journal.event("reply", **where, **told)
             yield made
+        if self._doubts and 2 * len(self._doubts) >= len(heard):
+            self._blame_start(len(heard))
+
+    def _blame_start(self, heard: int) -> None:
+        """Refuse the start by the name of its sender, while nobody has trained on it."""
+        rows = self.journal.rows["ledger"]
+        sent = [r for r in rows if (r["phase"], r["direction"]) == (START_PHASE, "up")]
+        if not sent or self.journal.of_phase("train"):
+            return
+        whose = int(sent[-1]["partition"])
+        name = self.roster.name(whose) if whose in self.roster.properties else ""
+        raise Refusal(
+            f"partition {whose} ({name}) sent the adapter's start, and {len(self._doubts)} of"
+            f" {heard} nodes have another ({min(self._doubts.items())[1]}): run without that node,"
+            " or mend it"
+        )
 
     def partition(self, reply: Message) -> int:
         """Return whose a reply is, also if Flower answers in its place; -1 if nobody's."""
@@ -103,6 +132,7 @@ class Inbox:
         """Name a client that failed, and why."""
         self.asked.discard(partition)
         where = {"round": server_round, "phase": phase, "partition": partition}
+        reason = border.one_line(reason)
         self.journal.event("client-failed", **where, reason=reason, traceback=trace)
 
     def report_missing(self, server_round: int, phase: str) -> None:
@@ -111,8 +141,12 @@ class Inbox:
             reason = f"no reply: not delivered, or not answered within {self._seconds:.0f} s"
             self.failed(server_round, phase, partition, reason)
         if isinstance(self._grid, ReplyStream):
-            for node in self._grid.late():
+            for node, reply in self._grid.late():
                 partition = self._partition_of.get(node, -1)
+                if reply.has_error():
+                    self.journal.weigh_error(reply, server_round=server_round, partition=partition)
+                    continue
+                self._weigh(reply.content, server_round, LATE, partition)
                 self.journal.event("late-reply", round=server_round, partition=partition)
 
     def _check(self, server_round: int, partition: int, records: RecordDict) -> None:

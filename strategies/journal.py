@@ -11,12 +11,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from flwr.app import RecordDict
+from flwr.app import Message, RecordDict
 
 from fedloom import border
+from fedloom.border import FRAMING
 from fedloom.disk import flush_folder
 
 Row = dict[str, Any]
+
+ERROR, LATE = "error", "late"
+"""Phases of the ledger: replies that say what went wrong, and those that came after their time."""
 
 
 class Journal:
@@ -86,6 +90,11 @@ class Journal:
                 "ledger", {**entry, "partition": partition, "dtype": dtype, "bytes": count}
             )
         return sum(counts.values())
+
+    def weigh_error(self, reply: Message, *, server_round: int, partition: int) -> None:
+        """Enter an error reply's bytes, in a phase of its own: it travelled like any other."""
+        entry = {"round": server_round, "phase": ERROR, "direction": "up", "partition": partition}
+        self._append("ledger", {**entry, "dtype": FRAMING, "bytes": border.error_bytes(reply)})
 
     def of_phase(self, phase: str) -> list[Row]:
         """Return the metric rows of a phase so far."""

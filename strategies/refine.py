@@ -287,6 +287,7 @@ class FedRefine(AdapterStrategy):
             partition = self.inbox.partition(reply)
             if reply.has_error():
                 reason, trace, _ = border.failure_reason(reply)
+                self.journal.weigh_error(reply, server_round=_ROUND, partition=partition)
                 self.inbox.failed(_ROUND, action, partition, reason, trace)
                 lost[partition] = "failed"
                 continue

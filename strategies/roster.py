@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from flwr.app import Message
 from flwr.serverapp import Grid
@@ -65,15 +66,14 @@ class ReplyStream(Grid):
         finally:
             self._overdue |= {n: self._sent_to[n] for n in waiting if n in self._sent_to}
 
-    def late(self) -> list[int]:
-        """Take what came after its phase was over, and return whose it is: it is not used."""
-        nodes, names = [], list(self._overdue)
+    def late(self) -> Iterator[tuple[int, Message]]:
+        """Yield what came after its phase was over, errors too, and whose it is: it is not used."""
+        names = list(self._overdue)
         for start in range(0, len(names), _PULLED_AT_ONCE):
             for reply in self._grid.pull_messages(names[start : start + _PULLED_AT_ONCE]):
                 node = self._overdue.pop(reply.metadata.reply_to_message_id, None)
-                if node is not None and not reply.has_error():
-                    nodes.append(node)
-        return nodes
+                if node is not None:
+                    yield node, reply
 
     def destination(self, reply: Message) -> int:
         """Return the node that was asked what ``reply`` answers."""
@@ -160,34 +160,65 @@ def wait_for_nodes(grid: Grid, count: int, seconds: float, least: int) -> list[i
     return nodes
 
 
+@dataclass(frozen=True)
+class Dropped:
+    """A node that answered the roll call and is left out."""
+
+    partition: int
+    """-1 if it did not say."""
+    node: int
+    reason: str
+    counts: bool
+    """Whether it may be right and the others, or the recipe, wrong: then it has a vote."""
+
+
 def roll_call(
-    grid: ReplyStream, nodes: list[int], build: Callable[[int], Message], journal: Journal
-) -> Roster:
+    grid: ReplyStream,
+    nodes: list[int],
+    build: Callable[[int], Message],
+    check: Callable[[Mapping[str, Any]], int],
+    journal: Journal,
+) -> tuple[Roster, list[Dropped]]:
     """Ask every node which partition it holds; no model is loaded for the answer.
 
-    Raises
-    ------
-    Refusal
-        If a node refuses (its data or model are not what the recipe says), or two nodes hold the
-        same partition.
+    Parameters
+    ----------
+    check
+        Looks at what a node says and returns its partition; a ``Refusal`` leaves it out.
+
+    Returns
+    -------
+    Roster
+        Whose answers can be used.
+    list of Dropped
+        Who refused (its data or model are not what the recipe says), whose reply cannot be read,
+        and all nodes that say they hold one and the same partition: nobody can tell whose it is.
     """
-    found: dict[int, int] = {}
-    told: dict[int, dict[str, Any]] = {}
+    told: dict[int, list[tuple[int, dict[str, Any]]]] = defaultdict(list)
+    dropped: list[Dropped] = []
     where: dict[str, Any] = {"server_round": 0, "phase": "properties"}
     for reply in grid.send_and_receive([build(node) for node in nodes]):
+        node, partition, said = grid.destination(reply), -1, {}
         if reply.has_error():
             reason, trace, refused = border.failure_reason(reply)
+            journal.weigh_error(reply, server_round=0, partition=-1)
             if refused:
-                raise Refusal(reason)
-            lost = {"round": 0, "phase": "properties", "partition": -1}
+                dropped.append(Dropped(-1, node, reason, True))
+                continue
+            lost = {"round": 0, "phase": "properties", "partition": -1, "node": node}
             journal.event("client-failed", **lost, reason=reason, traceback=trace)
             continue
-        said = border.config_of(reply.content)
-        partition = cast(int, said["partition"])
-        asked = build(reply.metadata.src_node_id).content
-        journal.weigh(asked, direction="down", partition=partition, **where)
+        try:
+            said = border.config_of(reply.content)
+            partition = check(said)
+            told[partition].append((node, said))
+        except Refusal as refusal:
+            dropped.append(Dropped(partition, node, str(refusal), False))
+        journal.weigh(build(node).content, direction="down", partition=partition, **where)
         journal.weigh(reply.content, direction="up", partition=partition, **where)
-        if partition in found:
-            raise Refusal(f"two nodes hold partition {partition}: give each its own partition-id")
-        found[partition], told[partition] = reply.metadata.src_node_id, said
-    return Roster(found, told)
+    for partition in [p for p, found in told.items() if len(found) > 1]:
+        why = f"two nodes hold partition {partition}: give each its own partition-id"
+        dropped += [Dropped(partition, node, why, True) for node, _ in told.pop(partition)]
+    alone = {partition: found[0] for partition, found in told.items()}
+    nodes_of = {partition: node for partition, (node, _) in alone.items()}
+    return Roster(nodes_of, {partition: said for partition, (_, said) in alone.items()}), dropped

@@ -165,6 +165,7 @@ class SecureSum:
             trace = ""
             try:
                 if reply.has_error():
+                    self._weigh_error(reply, partition)
                     reason, trace, _ = border.failure_reason(reply)
                     raise Refusal(reason)
                 self._weigh(reply.content, action, "up", partition)
@@ -184,6 +185,10 @@ class SecureSum:
         self.journal.event(
             "client-failed", **where, partition=partition, reason=reason, traceback=trace
         )
+
+    def _weigh_error(self, reply: Message, partition: int) -> None:
+        now = self._collector.summation.round
+        self.journal.weigh_error(reply, server_round=now, partition=partition)
 
     def _weigh(self, records: Any, action: str, direction: str, partition: int) -> None:
         where: dict[str, Any] = {"phase": action, "direction": direction, "partition": partition}

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.app import ConfigRecord, Error, Message, RecordDict
 from flwr.common.serde import recorddict_to_proto
 from flwr.supercore.task_identity import TaskIdentity
 from hypothesis import given, settings
@@ -84,3 +84,21 @@ def test_failure_carries_a_sentence_or_a_traceback():
     assert not is_refusal
     assert trace.startswith("Traceback (most recent call last")
     assert "tests/test_border.py:" in trace
+
+
+@pytest.mark.parametrize("head", ["Refusal: ", "", "ValueError at x.py:1\n"])
+def test_what_a_node_says_of_its_failure_is_one_line_and_bounded(head):
+    message = Message(RecordDict(), 7, "train.x")
+    message.metadata.__dict__["_message_id"] = "id"
+    said = head + "use\x1b[2J another\x00 \u202emodel\r\n" + "a b\n\x07" * 100_000
+    failed = Message(Error(1, said), reply_to=message)
+    line, trace, refused = border.failure_reason(failed)
+    assert line.isprintable()
+    assert len(line) <= border.REASON
+    assert refused == (head == "Refusal: ")
+    assert all(part.isprintable() for part in trace.split("\n"))
+    assert len(trace) <= border.TRACE
+    assert border.error_bytes(failed) > 400_000  # what travelled is counted, not what is kept
+    for empty in ("", None, "Refusal: ", "Refusal: \n\x00"):
+        line, _, _ = border.failure_reason(Message(Error(7, empty), reply_to=message))
+        assert line

@@ -19,6 +19,7 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 from flwr.common.constant import APP_DIR, ErrorCode
 from flwr.common.serde import recorddict_to_proto
+from flwr.common.serde_utils import error_to_proto
 from flwr.supercore.utils import get_flwr_home
 from numpy.typing import NDArray
 
@@ -36,6 +37,9 @@ BEFORE = "before-"
 """Prefix of what a training message says of scoring beforehand, and of the scores in its reply."""
 FRAMING = "framing"
 """Ledger entry for all bytes that are not array values: names, headers, config, metrics."""
+
+REASON, TRACE = 500, 20_000
+"""Most letters of a failure's one line, and of its traceback."""
 
 _REFUSED = "Refusal: "
 _LAYOUT, _BUFFER = "loom.list", "loom.data"  # how Flower names what an array's bytes are
@@ -338,9 +342,29 @@ def redacted(error: BaseException) -> str:
 
 
 def failure_reason(message: Message) -> tuple[str, str, bool]:
-    """Read an error reply: one line, the traceback (may be empty), and whether it is a refusal."""
-    text = (message.error.reason or f"error code {message.error.code}").strip()
+    """Read an error reply: one line, the traceback (may be empty), and whether it is a refusal.
+
+    It is a node's word: control bytes become blanks, and what is too long is cut.
+    """
+    text = (message.error.reason or "")[: REASON + TRACE].strip()
     if text.startswith(_REFUSED):
-        return text.removeprefix(_REFUSED), "", True
+        return one_line(text.removeprefix(_REFUSED)) or "refused without a word", "", True
     line, _, trace = text.partition("\n")
-    return line, trace.strip(), False
+    shown = "".join(c if c.isprintable() or c == "\n" else " " for c in trace[:TRACE])
+    return one_line(line) or f"error code {message.error.code}", shown.strip(), False
+
+
+def one_line(text: str, most: int = REASON) -> str:
+    r"""Put foreign words on one line that can be printed, cut to ``most`` letters.
+
+    >>> one_line("out of\n\x1b[31mmemory"), one_line("abcdef", most=5)
+    ('out of [31mmemory', 'ab...')
+    """
+    plain = "".join(c if c.isprintable() else " " for c in text[: 8 * most])
+    words = " ".join(plain.split())
+    return words if len(words) <= most else f"{words[: most - 3]}..."
+
+
+def error_bytes(message: Message) -> int:
+    """Count the bytes of an error reply as they are serialised."""
+    return int(error_to_proto(message.error).ByteSize())

@@ -234,6 +234,49 @@ def ticket(run: str, server_round: int, manifest: str, kind: str, partition: int
     return 2**56 + drawn  # as long on the wire whatever it is
 
 
+START_PHASE = "initial-adapter"
+"""Phase of the message that asks one node for the start of the adapter."""
+
+_SAME_START = 0.02
+"""How far, in length, a start may be from one's own.  What is drawn is the same to the bit; what is
+measured on the frozen model (``memory.centre``) rounds otherwise on another processor."""
+_DOUBT = re.compile(r"partition \d+: (manifest \S{0,16} came|the start that came)")
+
+
+def other_manifest(partition: int, came: str, own: str, same: str) -> Refusal:
+    """Return what a node says to a manifest that is not its own; ``same`` is what to look at."""
+    return Refusal(
+        f"partition {partition}: manifest {came[:16]} came, {own[:16]} is this node's; use the same"
+        f" {same} and fedloom version on every node"
+    )
+
+
+def check_own_start(partition: int, came: Arrays, own: Arrays) -> None:
+    """Refuse a start of the global adapter that is not what this node makes of the recipe's seed.
+
+    Raises
+    ------
+    Refusal
+        Naming the array that is farthest off.
+    """
+    off: dict[str, float] = {}
+    for name in came.keys() & own.keys():
+        mine = np.asarray(own[name], np.float64)
+        far = float(np.linalg.norm(np.asarray(came[name], np.float64) - mine))
+        off[name] = far / (_SAME_START * float(np.linalg.norm(mine)) + 1e-6)
+    worst = max(sorted(off), key=lambda name: off[name], default="")
+    if worst and not off[worst] <= 1:
+        raise Refusal(
+            f"partition {partition}: the start that came is not the one that this node makes of the"
+            f" recipe's seed: {worst} is {off[worst]:.3g} times as far off as rounding may be"
+        )
+
+
+def doubts_start(reason: str) -> bool:
+    """Whether a node's failure says that it has another start of the adapter than it was sent."""
+    return _DOUBT.match(reason) is not None
+
+
 def _listing(arrays: Arrays) -> Listing:
     return {n: (tuple(a.shape), str(a.dtype)) for n, a in sorted(arrays.items())}
 

@@ -234,12 +234,12 @@ def test_another_encoder_is_refused_before_any_sum(digits):
     class Other(FAASTClient):
         def get_properties(self, config):
             told = super().get_properties(config)
-            return {**told, "base": "f" * 64} if self.partition_id == 2 else told
+            return {**told, "base": "f" * 64} if self.partition_id == 1 else told
 
     app = ClientApp()
     serve(app, Other, action="faast")
-    config = digits(clients__count=3)
-    with pytest.raises(Refusal, match=r"partition 2 \(dirichlet 2\) differs in base"):
+    config = digits(clients__count=2)
+    with pytest.raises(Refusal, match=r"partition 1 \(dirichlet 1\) differs in base"):
         run_in_process(config, app)
     client = FAASTClient(InProcessGrid(client_app.app, 1, config.flat())._contexts[1000])
     for work in (client.fit, client.evaluate):

@@ -207,7 +207,11 @@ def test_a_node_names_its_own_encoder(tmp_path):
     assert {e: len(weights_in(f)) for e, f in by_encoder(config).items()} == WIDTH
     one = config.replaced(name="one", faast__encoder=A, faast__encoders="")
     with pytest.raises(Refusal, match=r"partition 1 has an encoder of its own and faast\.encoders"):
-        serve_on(Some(one, [0, 1, 2], **own), server_app.app, one)
+        serve_on(Some(one, [0, 1], **own), server_app.app, one)
+    most = one.replaced(name="most")
+    serve_on(Some(most, [0, 1, 2], **own), server_app.app, most)
+    (failed,) = [e for e in rows(folder_of(most), "events") if e["event"] == "client-failed"]
+    assert "partition 1 has an encoder of its own" in failed["reason"]
 
 
 def test_other_classes_are_refused_by_name(tmp_path):

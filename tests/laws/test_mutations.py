@@ -19,29 +19,26 @@ from flwr.app import Array, ArrayRecord, MetricRecord, RecordDict
 from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
 from flwr.proto.recorddict_pb2 import RecordDict as ProtoRecordDict
 from google.protobuf.message import DecodeError
+from mutations import EVIL, HOW_MANY, attempt, flipped
 
 from fedloom import border, states
 from fedloom.config import RunConfig
 from fedloom.errors import Refusal
 from fedloom.local.home import Home
 from fedloom.rules.revisions import Contributions
+from fedloom.strategies.checkpoint import Checkpoint, State
 from fedloom.strategies.fednl import FedNL
 from fedloom.strategies.roster import Roster
 from fedloom.strategies.shelf import Choice, SumsShelf
 from fedloom.wire import Manifest, Update, arrays_digest, ticket
 
 ROWS, RUN = 40, "ab" * 16
-EVIL = ("../../x", "/etc/passwd", "a/../b", "", "w\x00", "..", "\\\\host\\x", "é" * 2000)
 ARRAYS = {
     "layer.q.lora_A.weight": np.arange(12, dtype=np.float32).reshape(2, 6),
     "layer.q.lora_B.weight": np.linspace(-1, 1, 10, dtype=np.float32).reshape(5, 2),
     "layer.memory.gate": np.full(70, 0.25, np.float32),
 }
 MANIFEST = Manifest.of(ARRAYS, method="fednl", version="1", base="b" * 64, tokenizer="t" * 64)
-
-HOW_MANY = pytest.mark.parametrize(
-    "count", [1500, pytest.param(10_000, marks=pytest.mark.slow)], ids=["some", "many"]
-)
 
 
 class Ran:
@@ -66,31 +63,6 @@ def _watched(tmp_path, monkeypatch):
         monkeypatch.setattr(pickle, name, unpickle)
     yield
     assert [path for path in (tmp_path / "a").rglob("*") if path != room] == []
-
-
-def attempt(call: Callable, *given):
-    """Return what a call makes, or the sentence with which it refuses."""
-    try:
-        return call(*given), None
-    except Refusal as refusal:
-        return None, str(refusal)
-
-
-def flipped(data: bytes, random: np.random.Generator) -> bytes:
-    """Change, cut, lengthen or repeat bytes."""
-    made = bytearray(data)
-    match random.integers(6):
-        case 0 if made:
-            del made[int(random.integers(len(made))) :]
-        case 1:
-            made += random.bytes(int(random.integers(1, 40)))
-        case 2 if made:
-            at = int(random.integers(len(made)))
-            made[at:at] = made[at : at + 8]
-        case _ if made:
-            for _ in range(int(random.integers(1, 4))):
-                made[int(random.integers(len(made)))] ^= 1 << int(random.integers(8))
-    return bytes(made)
 
 
 # ---- updates -----------------------------------------------------------------------------------
@@ -333,8 +305,26 @@ def state(folder: Path) -> tuple[Path, Callable[[], object]]:
     return path, lambda: states.read_header(path)
 
 
+def checkpoint(folder: Path) -> tuple[Path, Callable[[], object]]:
+    """The coordinator's own, which a run goes on from."""
+    parts = {"server-step": State({"m": np.ones(3)}, {"step": 2})}
+    about = {"run": RUN, "manifest": MANIFEST.to_json(), "nodes": {}, "journal": {"events": 7}}
+    whole = Checkpoint(round=4, arrays=ARRAYS, parts=parts, about=about)
+    path = folder / "round-000004.safetensors"
+    path.write_bytes(whole.to_bytes())
+
+    def load() -> None:
+        found = Checkpoint.read(path)
+        assert (found.round, found.about) == (4, about)
+        assert arrays_digest(found.arrays) == arrays_digest(ARRAYS)
+        assert found.part("server-step").tree == {"step": 2}
+
+    return path, load
+
+
 FILES = {
     "home": home,
+    "checkpoint": checkpoint,
     "shelf total": lambda folder: shelf(folder, "total.safetensors"),
     "shelf ledger": lambda folder: shelf(folder, "ledger.json"),
     "state": state,

@@ -178,9 +178,14 @@ def test_a_node_of_another_recipe_is_refused(recipe):
     assert events[-1]["event"] == "refused"
 
 
-def test_a_partition_that_does_not_exist_is_refused(recipe):
-    with pytest.raises(Refusal, match="5 clients, 0 to 4"):
-        run_in_process(recipe(clients__count=6))
+def test_a_node_of_a_partition_that_does_not_exist_is_named_and_left_out(recipe):
+    config = recipe(clients__count=6, rounds=1, train__max_steps=1)
+    run_in_process(config)
+    folder = Path(config.output) / config.name
+    (failed,) = [e for e in rows(folder, "events") if e["event"] == "client-failed"]
+    assert "5 clients, 0 to 4" in failed["reason"]
+    trained = [r["partition"] for r in rows(folder, "metrics") if r["phase"] == "train"]
+    assert trained == [0, 1, 2, 3, 4]
 
 
 def test_a_different_partition_manifest_is_refused(recipe, tmp_path):

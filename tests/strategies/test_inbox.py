@@ -9,8 +9,10 @@ from flwr.app import Message
 from flwr.clientapp import ClientApp
 
 from fedloom import border
+from fedloom.errors import Refusal
 from fedloom.simulations.inprocess import InProcessGrid
 from fedloom.strategies import Journal, ReplyStream, Roster
+from fedloom.strategies.budget import Budget
 from fedloom.strategies.inbox import Inbox
 from fedloom.wire import ticket
 
@@ -95,6 +97,11 @@ def test_what_comes_too_late_is_counted_once_and_not_used(journal):
     late = [e for e in journal.rows["events"] if e["event"] == "late-reply"]
     assert [(e["round"], e["partition"]) for e in late] == [(1, 0)]
     assert reasons(journal) == {0: "no reply: not delivered, or not answered within 1 s"}
+    (weighed,) = [r for r in journal.rows["ledger"] if r["phase"] == "late"]
+    (on_time,) = [r for r in journal.rows["ledger"] if (r["round"], r["partition"]) == (2, 0)]
+    assert (weighed["round"], weighed["direction"], weighed["partition"]) == (1, "up", 0)
+    assert weighed["bytes"] == on_time["bytes"]  # the same words
+    assert Budget(10**6, 2, journal).spent() == sum(r["bytes"] for r in journal.rows["ledger"])
 
 
 def test_replies_to_nothing_do_not_keep_a_wait_alive():
@@ -108,3 +115,59 @@ def test_replies_to_nothing_do_not_keep_a_wait_alive():
     began = time.monotonic()
     assert all(reply.has_content() for reply in grid.send_and_receive(asked(1, 1)))
     assert time.monotonic() - began < 30
+
+
+def refusing(*words: str) -> ClientApp:
+    """Node k answers with the k-th words: a refusal, or its metrics if there are none."""
+    app, made = echo(), ClientApp()
+
+    @made.train("mine")
+    def train(message, context):
+        said = words[context.node_id - 1000]
+        return border.failure(message, Refusal(said)) if said else app(message, context)
+
+    return made
+
+
+DOUBT = "partition 1: the start that came is not the one that this node makes"
+
+
+def hear(journal: Journal, *words: str, started: bool = True) -> None:
+    grid, box = ReplyStream(InProcessGrid(refusing(*words), len(words), {}), 5), inbox(journal, 5)
+    box.listen(grid)
+    box.expect("train", range(len(words)), bound=True)
+    if started:
+        where = {"server_round": 0, "phase": "initial-adapter", "direction": "up"}
+        journal.weigh(border.content(), **where, partition=0)
+        journal.weigh(border.content(config={"peft": "x"}), **where, partition=0)
+    list(box.read(1, "train", grid.send_and_receive(asked(len(words), 1)), lambda p, records: p))
+
+
+def test_error_replies_are_weighed_in_a_phase_of_their_own(journal):
+    hear(journal, "", "no room", started=False)
+    (row,) = [r for r in journal.rows["ledger"] if r["phase"] == "error"]
+    assert (row["round"], row["direction"], row["partition"]) == (1, "up", 1)
+    assert row["bytes"] > len("Refusal: no room")
+    assert journal.bytes_of(1, "up") == sum(r["bytes"] for r in journal.rows["ledger"])
+
+
+def test_a_start_that_half_have_not_is_blamed_on_its_sender(journal):
+    hear(journal, "", "", DOUBT)
+    assert list(reasons(journal)) == [2]  # one of three: it is the odd one
+    with pytest.raises(Refusal, match=r"partition 0 .* sent the adapter's start, and 2 of 4 nodes"):
+        hear(journal, "", "", DOUBT, "partition 3: manifest 12ab came, 34cd is this node's")
+
+
+def test_a_start_is_blamed_only_while_it_is_one_and_only_by_those_who_say_so(journal):
+    hear(journal, "", "no room", "out of memory")
+    hear(Journal(), "", DOUBT, DOUBT, started=False)  # nobody was asked for one
+    journal.metric(round=1, phase="train", partition=0)
+    hear(journal, "", DOUBT, DOUBT)
+
+
+def test_long_and_unprintable_reasons_become_one_line(journal):
+    inbox(journal, 1).failed(1, "train", 0, "a\nb\x1b[2J" + "x" * 10_000)
+    (reason,) = reasons(journal).values()
+    assert reason.startswith("a b [2Jxxx")
+    assert reason.isprintable()
+    assert len(reason) == 500

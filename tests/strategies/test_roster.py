@@ -91,10 +91,52 @@ def test_too_few_nodes_is_an_error_and_no_endless_wait():
         wait_for_nodes(grid, 3, seconds=0.2, least=3)
 
 
-def test_two_nodes_with_one_partition_are_refused():
-    grid = ReplyStream(InProcessGrid(echo(), 2, {}), 10)
-    with pytest.raises(Refusal, match="two nodes hold partition 0"):
-        roll_call(grid, [1000, 1001], ask, Journal())
+def call(grid, *nodes: int, journal: Journal | None = None):
+    stream = ReplyStream(grid, 10)
+    return roll_call(stream, list(nodes), ask, lambda said: said["partition"], journal or Journal())
+
+
+def test_nodes_that_hold_one_partition_are_left_out_together():
+    roster, dropped = call(InProcessGrid(echo(), 3, {}), 1000, 1001, 1002)
+    assert roster.nodes == {2: 1002}
+    assert [(d.partition, d.node, d.counts) for d in dropped] == [(0, 1000, True), (0, 1001, True)]
+    assert {d.reason for d in dropped} == {
+        "two nodes hold partition 0: give each its own partition-id"
+    }
+
+
+def test_who_refuses_who_fails_and_who_cannot_be_read_are_left_out_and_weighed():
+    app = ClientApp()
+
+    @app.query("properties")
+    def properties(message, context):
+        match context.node_config["partition-id"]:
+            case 0:
+                return border.failure(message, Refusal("no rows here"))
+            case 1:
+                return border.failure(message, KeyError("gone"))
+            case 2:
+                return Message(border.content(config={"name": "x"}), reply_to=message)
+        return Message(border.content(config={"partition": 3}), reply_to=message)
+
+    def check(said):
+        if "partition" not in said:
+            raise Refusal("no partition")
+        return said["partition"]
+
+    journal, grid = Journal(), ReplyStream(InProcessGrid(app, 4, {}), 10)
+    roster, dropped = roll_call(grid, [1000, 1001, 1002, 1003], ask, check, journal)
+    assert roster.nodes == {3: 1003}
+    assert [(d.node, d.reason, d.counts) for d in dropped] == [
+        (1000, "no rows here", True),
+        (1002, "no partition", False),
+    ]
+    (failed,) = [e for e in journal.rows["events"] if e["event"] == "client-failed"]
+    assert (failed["node"], failed["phase"]) == (1001, "properties")
+    assert failed["reason"].startswith("KeyError")
+    up = [(r["phase"], r["partition"]) for r in journal.rows["ledger"] if r["direction"] == "up"]
+    assert up == [("error", -1), ("error", -1), ("properties", -1), ("properties", 3)]
+    assert all(r["bytes"] > 0 for r in journal.rows["ledger"])
 
 
 @given(
