@@ -27,6 +27,7 @@ from typing import Any
 import fedloom
 from fedloom.config import RunConfig
 from fedloom.flat import Scalar, toml_lines
+from fedloom.simulations import ray_workers
 from fedloom.simulations.processes import Family
 
 APP = """\
@@ -167,6 +168,8 @@ class LocalSuperLink:
         """Return the run's status (``finished:completed``, ...) and its details."""
         run = self._flwr("ls", "--run-id", run_id)["runs"][0]
         details = str(run["status-details"])
+        if details.startswith("No heartbeat received"):  # Flower's word for it, after a minute
+            details = "the process that runs the ServerApp has died; go on with --resume"
         return str(run["status"]), "" if details == "N/A" else details
 
     def run_log(self, run_id: str) -> str:
@@ -254,6 +257,8 @@ class LocalSuperLink:
         home.mkdir()
         empty.mkdir()
         self._environment = environment(self.folder)
+        gate = ray_workers.write_gate(self.folder / "gate")
+        self._environment["PATH"] = os.pathsep.join([str(gate), self._environment["PATH"]])
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from fedloom.flat import toml_lines
 from fedloom.simulations.inprocess import run_in_process
+from fedloom.simulations.processes import process_table
 
 from runs import rows
 
@@ -130,3 +132,36 @@ def values(folder: Path) -> list[tuple]:
     return sorted(
         (r["round"], r["phase"], r["direction"], r["partition"], r["bytes"]) for r in ledger
     )
+
+
+def below(pid: int, word: str) -> set[int]:
+    """Return the live descendants of a process whose command line holds a word."""
+    table, told = process_table(), word.encode()
+
+    def is_below(one: int) -> bool:
+        return one in table and (table[one].parent == pid or is_below(table[one].parent))
+
+    found = set()
+    for one in filter(is_below, table):
+        with contextlib.suppress(OSError):  # gone since the look
+            if told in Path(f"/proc/{one}/cmdline").read_bytes():
+                found.add(one)
+    return found
+
+
+def start_run(*arguments: str | Path, log: Path) -> subprocess.Popen[bytes]:
+    """Begin ``fedloom run`` and go on."""
+    command = [sys.executable, "-m", "fedloom.simulations", "run", *map(str, arguments)]
+    with log.open("ab") as file:
+        return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+
+
+def wait_for_training(run: subprocess.Popen[bytes], folder: Path, server_round: int) -> None:
+    """Wait until a run has asked its clients to train in a round."""
+
+    def asked() -> bool:
+        assert run.poll() is None, "the run ended before it could be hit"
+        events = rows(folder, "events") if (folder / "events.jsonl").exists() else []
+        return any((e.get("phase"), e.get("round")) == ("train", server_round) for e in events)
+
+    wait_until(asked)

@@ -6,98 +6,23 @@ clients' memory; and, under masks, the updates themselves.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from flwr.common.serde import recorddict_to_proto
 
 from fedloom import border
-from fedloom.adapters import memory
 from fedloom.clients.workbench import workbench
 from fedloom.data.prompts import prompt
 from fedloom.data.questions import load_questions
-from fedloom.rules.exchange import Exchange
 from fedloom.rules.fixed_point import encode, rounding_bound
 from fedloom.simulations.inprocess import run_in_process
 from fedloom.simulations.report import write_report
 
-from runs import adapter_of, recorded, rows
+from runs import adapter_of, rows
+from spies import Spied, found, of_numbers, of_tokens, of_words, spy
 from summations import chi_square
-
-NUMBERS = 16  # bytes: four float32 or two float64, which do not come twice by chance
-LETTERS = 10
-
-
-def pieces(data: bytes, size: int, step: int) -> set[bytes]:
-    """Every run of so many bytes that says anything: zeros are anywhere."""
-    cut = {data[at : at + size] for at in range(0, len(data) - size + 1, step)}
-    return {piece for piece in cut if len(set(piece)) > 4}
-
-
-def of_numbers(arrays: Iterable[np.ndarray]) -> set[bytes]:
-    return set().union(*(pieces(a.tobytes(), NUMBERS, a.itemsize) for a in arrays))
-
-
-def found(needles: set[bytes], wires: Iterable[bytes]) -> set[bytes]:
-    (size,) = {len(needle) for needle in needles}
-    cut = (wire[at : at + size] for wire in wires for at in range(len(wire) - size + 1))
-    return needles.intersection(cut)
-
-
-@dataclass
-class Spied:
-    """What was in the clients' memory, and what crossed."""
-
-    config: object = None
-    states: list[np.ndarray] = field(default_factory=list)
-    moments: list[np.ndarray] = field(default_factory=list)
-    gradients: list[np.ndarray] = field(default_factory=list)
-    trained: list[dict[str, np.ndarray]] = field(default_factory=list)
-    grid: object = None
-
-    def wires(self, up: bool = True, down: bool = True) -> list[bytes]:
-        messages = [*(self.grid.answered if up else ()), *(self.grid.sent if down else ())]
-        return [recorddict_to_proto(m.content).SerializeToString() for m in messages]
-
-    def train_replies(self) -> list:
-        return [m for m in self.grid.answered if m.metadata.message_type == "train.fednl"]
-
-
-def spy(config) -> Spied:
-    seen, rule, step = Spied(config), memory.delta_rule, torch.optim.AdamW.step
-    up = Exchange.up
-
-    def watched_rule(*args, **kwargs):
-        out, state = rule(*args, **kwargs)
-        seen.states.append(state.detach().numpy().copy())
-        return out, state
-
-    def watched_step(self, *args, **kwargs):
-        made = step(self, *args, **kwargs)
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                held = self.state[parameter]
-                seen.gradients.append(parameter.grad.numpy().copy())
-                for key in ("exp_avg", "exp_avg_sq"):
-                    seen.moments.append(held[key].numpy().copy())
-        return made
-
-    def watched_up(self, server_round, partition, arrays):
-        sent = up(self, server_round, partition, arrays)
-        seen.trained.append({n: a.copy() for n, a in sent.items()})
-        return sent
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory, "delta_rule", watched_rule)
-        patch.setattr(torch.optim.AdamW, "step", watched_step)
-        patch.setattr(Exchange, "up", watched_up)
-        seen.grid = recorded(config)
-    return seen
-
 
 MODES = {
     "plain": {"server__rule": "ffa"},
@@ -128,25 +53,19 @@ def test_nothing_of_a_client_but_its_update_is_in_any_message(spied):
     mode = config.name
     assert len(wires) > 30
     for codec in ("utf-8", "utf-16-le", "utf-16-be"):
-        wide = 1 if codec == "utf-8" else 2
-        words = [text.encode(codec) for text in texts(config)]
-        chunks = set().union(*(pieces(w, wide * LETTERS, wide) for w in words))
+        chunks = of_words(texts(config), codec)
         assert len(chunks) > 300
         assert not found(chunks, wires), codec
-        assert found(chunks, [b"..." + max(words, key=len) + b"..."])  # the look does find
+        longest = max(texts(config), key=len).encode(codec)
+        assert found(chunks, [b"..." + longest + b"..."])  # the look does find
     encode_text = workbench(config).base.tokenizer.encode
     for kind in (np.int64, np.int32):
-        ids = [np.array(encode_text(text), kind) for text in texts(config) if len(text) > 20]
-        held = set().union(*(pieces(i.tobytes(), 8 * i.itemsize, i.itemsize) for i in ids))
+        held = of_tokens([encode_text(t) for t in texts(config) if len(t) > 20], kind)
         assert held
         assert not found(held, wires)
-    for name in ("states", "moments", "gradients"):
-        kept = getattr(spied, name)
-        assert len(kept) > 10, name
-        numbers = of_numbers(kept) | of_numbers(a.astype("f8") for a in kept)
-        assert len(numbers) > 500
+    for name, numbers in spied.secret_numbers().items():
         assert not found(numbers, wires), name
-    sent = of_numbers(a for arrays in spied.trained for a in arrays.values())
+    sent = spied.updates()
     there = found(sent, spied.wires(down=False))
     assert there if mode == "plain" else not there
     contexts = [
