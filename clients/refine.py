@@ -279,6 +279,7 @@ class FedRefineClient(AdapterClient):
             max_tokens=given.max_tokens,
             max_norm=given.max_norm,
             max_kl=given.max_kl,
+            vote=given.vote,
         )
 
     def _questions(self) -> list[Question]:
@@ -316,8 +317,8 @@ class FedRefineClient(AdapterClient):
             sealed = (came or {}).get(f"{peer.partition}-{number:04d}")
             if sealed is None:
                 cause = str(lost.get(str(peer.partition), "failed"))
-                reasons = {"deadline": "no answer in time", "failed": "its node failed"}
-                raise SourceLost(cause, reasons.get(cause, "nothing came of it"))
+                reasons = {"deadline": "no answer in time", "gone": "its node is gone"}
+                raise SourceLost(cause, reasons.get(cause, "nothing came of it that counts"))
             try:
                 return channel.open("cache", sealed.tobytes(), number)
             except Refusal as error:

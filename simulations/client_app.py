@@ -57,4 +57,4 @@ for _action, _client in CLIENTS.items():
     serve(app, own_or(_client), action=_action, queries=False)
 serve(app, own_or(_named))
 serve_sums(app)
-serve_questions(app, _fedrefine, channel.ACTIONS)
+serve_questions(app, own_or(_fedrefine), channel.ACTIONS)

@@ -7,14 +7,16 @@ Results go to stdout as one JSON object; progress goes to stderr.  ``--out`` bec
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fedloom.cards import CHECKPOINT, read_card
 from fedloom.errors import Refusal, nearest
 from fedloom.simulations.needs import needs_node
 
@@ -54,7 +56,8 @@ Tail = Annotated[
     typer.Option(help="Last tokens of the prompt that see the sender: 1 is quick, 0 is all."),
 ]
 Seed = Annotated[int, typer.Option(min=0)]
-Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")]
+Dtype = Annotated[str, typer.Option(help="Of the models: float32, bfloat16, float16 or float64.")]
+Device = Annotated[str, typer.Option(help="auto (a GPU if there is one), cpu, cuda:0.")]
 
 
 @app.command()
@@ -88,37 +91,38 @@ def train(
         bool, typer.Option("--resume", help="Go on from the checkpoint in --out.")
     ] = False,
     dtype: Dtype = "float32",
+    device: Device = "auto",
 ) -> None:
     """Teach a fuser on questions, and score it on questions held out."""
+    asked = _digest(locals())
     _one_of("--init", init, STARTS)
-    checkpoint = out / "checkpoint.safetensors"
-    if checkpoint.exists() and not resume:
-        raise Refusal(f"{checkpoint} is there: go on from it with --resume, or name another --out")
+    if (found := _finished(out, asked, resume=resume)) is not None:
+        typer.echo(f"fuser: {out / FILE}, taught to its end before", err=True)
+        typer.echo(_scores_line(found))
+        return
     with needs_node("fuser"):
         from fedloom.refining.teaching import TeachConfig, calibrate, teach
     how = TeachConfig(steps=steps, batch=batch, learning_rate=lr, decay=decay, keep=keep)
     about = {"mode": mode, "size": size, "width": width, "share": share, "taps": taps}
     config = _build(tail, layer_map=layer_map, **about)
     ends = mode == "residual" or init == "closed-form"
-    room = _classroom(sender, receiver, data, setting, dtype, ends, rows, held_out, longest, seed)
+    where = (dtype, device)
+    room = _classroom(sender, receiver, data, setting, where, ends, rows, held_out, longest, seed)
     if init == "closed-form":
         fuser, _ = room.solved(config, ridge=1e-2, seed=seed)
     else:
         fuser = room.fresh(config, seed=seed)
         calibrate(fuser, room.sender, room.receiver, room.learnt, seed=seed)
-    report = teach(
-        fuser,
-        room.sender,
-        room.receiver,
-        room.learnt,
-        how,
-        seed=seed,
-        folder=out,
-        progress=_progress(steps),
-    )
+    taught: dict[str, Any] = {"seed": seed, "folder": out, "progress": _progress(steps)}
+    try:
+        report = teach(fuser, room.sender, room.receiver, room.learnt, how, **taught)
+    except FloatingPointError as error:
+        raise Refusal(f"{error}, or take a wider --dtype than {dtype}") from error
     told = {"loss_first": report.loss_first, "loss_last": report.loss_last}
     told |= room.scores(fuser, tests, keep=keep, seed=seed) | {"seconds": report.seconds}
-    _finish(out, room, fuser, told, data, setting, steps=steps, seed=seed, keep=keep, init=init)
+    facts: dict[str, Any] = {"keep": keep, "init": init, "asked": asked}
+    _finish(out, room, fuser, told, data, setting, steps=steps, seed=seed, **facts)
+    (out / CHECKPOINT).unlink(missing_ok=True)  # what it led to is written
 
 
 @app.command(name="solve")
@@ -145,12 +149,14 @@ def solve_command(
     tail: Tail = 1,
     seed: Seed = 0,
     dtype: Dtype = "float32",
+    device: Device = "auto",
 ) -> None:
     """Solve a fuser in closed form from sums over aligned tokens, without training."""
     with needs_node("fuser"):
         from fedloom.refining.closed_form import solvable
     config = solvable(_build(tail, layer_map=layer_map, width=width, share=share, taps=taps))
-    room = _classroom(sender, receiver, data, "same", dtype, True, rows, held_out, longest, seed)
+    where = (dtype, device)
+    room = _classroom(sender, receiver, data, "same", where, True, rows, held_out, longest, seed)
     began = time.perf_counter()
     fuser, about = room.solved(config, ridge=ridge, weighted=weighted, clients=clients, seed=seed)
     seconds = time.perf_counter() - began
@@ -167,8 +173,6 @@ def show(
 ) -> None:
     """Show whose a fuser is, how it was made and how well it did."""
     from dataclasses import asdict
-
-    from fedloom.cards import read_card
 
     card = read_card(file / FILE if file.is_dir() else file)
     if as_json:
@@ -197,15 +201,18 @@ def _classroom(
     receiver: str,
     data: str,
     setting: str,
-    dtype: str,
+    where: tuple[str, str],
     ends: bool,
     rows: int,
     held_out: float,
     longest: int,
     seed: int,
 ) -> Classroom:
-    """Load lessons, then models: a misspelt source is told before minutes of loading."""
-    from fedloom.models.base import load_base
+    """Load lessons, then models: a misspelt source is told before minutes of loading.
+
+    ``where`` is the dtype and the device of both models.
+    """
+    from fedloom.models.base import load_base, pick_device
     from fedloom.models.sources import parse_source
     from fedloom.refining.classroom import Classroom
     from fedloom.refining.hearing import Party, Shelf
@@ -213,9 +220,10 @@ def _classroom(
 
     for name in (sender, receiver):
         parse_source(name)
+    dtype, device = where[0], pick_device(where[1])
     parts = split_lessons(load_lessons(data, setting), held_out, seed=seed, most=rows)
     typer.echo(f"{len(parts[0])} lessons to learn from, {len(parts[1])} held out", err=True)
-    shelves = [Shelf(Party.of(load_base(name, dtype))) for name in (sender, receiver)]
+    shelves = [Shelf(Party.of(load_base(name, dtype, device))) for name in (sender, receiver)]
     return Classroom.of(shelves[0], shelves[1], *parts, longest=longest, ends=ends)
 
 
@@ -241,7 +249,40 @@ def _finish(
     save_fuser(out / FILE, fuser, card)
     (out / CARD).write_text(card.to_text(), encoding="utf-8")
     typer.echo(f"fuser: {out / FILE}", err=True)
-    typer.echo(json.dumps({name: round(float(x), 6) for name, x in scores.items()}))
+    typer.echo(_scores_line(scores))
+
+
+def _scores_line(scores: Mapping[str, float]) -> str:
+    return json.dumps({name: round(float(x), 6) for name, x in scores.items()})
+
+
+def _digest(told: Mapping[str, Any]) -> str:
+    """Name what a training was asked for: 16 hex digits; not where it writes, runs or goes on."""
+    kept = {k: x for k, x in told.items() if k not in ("out", "resume", "device")}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _finished(out: Path, asked: str, *, resume: bool) -> Mapping[str, float] | None:
+    """Return the scores of the same training if it has come to its end here.
+
+    Raises
+    ------
+    Refusal
+        If something is there that this training must neither go on from nor replace.
+    """
+    if (out / CHECKPOINT).exists():
+        if resume:
+            return None
+        raise Refusal(
+            f"{out / CHECKPOINT} is there: go on from it with --resume, or name another --out"
+        )
+    if not (out / FILE).exists():
+        return None
+    card = read_card(out / FILE)
+    if not resume or card.data.get("asked") != asked:
+        what = "of another training or of other settings" if resume else "made to its end"
+        raise Refusal(f"{out / FILE} is there, {what}: name another --out, or remove it first")
+    return card.scores
 
 
 def _progress(steps: int) -> Any:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedloom.cards import FuserCard, read_card
+from fedloom.cards import FuserCard, fuser_files, read_card
 from fedloom.errors import Refusal
 from fedloom.gains import ANY, Gains, read_gains
 from fedloom.simulations.needs import needs_node
@@ -25,85 +25,116 @@ if TYPE_CHECKING:
     from fedloom.refining import Answer, Sender, Terms
     from fedloom.refining.offers import Log
 
+_Pair = tuple[str, Path | None]
+"""A sender's source, and the file of its fuser."""
+
+Receiver = Annotated[str | None, typer.Option(help="Model that answers; with --on, its partition.")]
+Senders = Annotated[
+    list[str] | None, typer.Option("--sender", help="Model whose cache is heard; repeatable.")
+]
+Fusers = Annotated[
+    list[Path] | None,
+    typer.Option("--fuser", help="File, or folder of fusers at any depth; repeatable."),
+]
+Dtype = Annotated[
+    str | None, typer.Option(help="How caches travel: bf16 (by default), int8, int4.")
+]
+KeepTokens = Annotated[
+    float, typer.Option(help="Share of a sender's tokens that travels, the last ones.")
+]
+KeepBytes = Annotated[
+    float, typer.Option(help="Keep what fits in this part of the 16-bit bytes; 0: all.")
+]
+Select = Annotated[Path | None, typer.Option(help="Measured gains: choose whom to ask, and how.")]
+Task = Annotated[str | None, typer.Option(help="With --select: class of the question.")]
+Privacy = Annotated[int | None, typer.Option(min=0, help="With --select: its level.")]
+Deadline = Annotated[
+    float | None, typer.Option(help="Seconds to wait for senders: 60, or 300 with --on.")
+]
+MaxKl = Annotated[
+    float, typer.Option(help="Drop senders until the next token is so near, in nats; 0: never.")
+]
+MaxNorm = Annotated[
+    float, typer.Option(help="Drop a cache larger than so many deviations of its fuser; 0: never.")
+]
+Vote = Annotated[
+    bool, typer.Option("--vote", help="Drop who alone decides the next token, of three or more.")
+]
+Words = Annotated[
+    int | None,
+    typer.Option(min=0, help="Tokens of a message in words where no cache is left: 80; 0: none."),
+]
+Shown = Annotated[str | None, typer.Option(help="What senders read in place of the question.")]
+Device = Annotated[
+    str | None, typer.Option(help="auto (by default; a GPU if there is one), cpu, cuda:0.")
+]
+On = Annotated[
+    str | None, typer.Option(help="Flower connection, or HOST:PORT, of a running federation.")
+]
+Certificates = Annotated[
+    Path | None, typer.Option(help="With --on HOST:PORT: PEM file; without it, no TLS.")
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="With --on: a key of the recipe."),
+]
+
 
 def refine(
     question: Annotated[str, typer.Argument(help="What the receiver reads, as it stands.")],
-    receiver: Annotated[
-        str | None, typer.Option(help="Model that answers; with --on, its partition.")
-    ] = None,
-    sender: Annotated[
-        list[str] | None, typer.Option(help="Model whose cache is heard; repeatable.")
-    ] = None,
-    fuser: Annotated[
-        list[Path] | None, typer.Option(help="File or folder of fusers; repeatable.")
-    ] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="How caches travel: bf16 (by default), int8, int4.")
-    ] = None,
-    keep_tokens: Annotated[
-        float, typer.Option(help="Share of a sender's tokens that travels, the last ones.")
-    ] = 1.0,
-    keep_bytes: Annotated[
-        float, typer.Option(help="Keep what fits in this part of the 16-bit bytes; 0: all.")
-    ] = 0.0,
-    select: Annotated[
-        Path | None, typer.Option(help="Measured gains: choose whom to ask, and how.")
-    ] = None,
-    task: Annotated[str | None, typer.Option(help="With --select: class of the question.")] = None,
-    privacy: Annotated[int | None, typer.Option(min=0, help="With --select: its level.")] = None,
-    deadline: Annotated[
-        float | None, typer.Option(help="Seconds to wait for senders: 60, or 300 with --on.")
-    ] = None,
+    receiver: Receiver = None,
+    sender: Senders = None,
+    fuser: Fusers = None,
+    dtype: Dtype = None,
+    keep_tokens: KeepTokens = 1.0,
+    keep_bytes: KeepBytes = 0.0,
+    select: Select = None,
+    task: Task = None,
+    privacy: Privacy = None,
+    deadline: Deadline = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
-    max_kl: Annotated[
-        float, typer.Option(help="Drop senders until the next token is so near, in nats; 0: never.")
-    ] = 0.0,
-    shown: Annotated[
-        str | None, typer.Option(help="What senders read in place of the question.")
-    ] = None,
+    max_kl: MaxKl = 0.0,
+    max_norm: MaxNorm = 0.0,
+    vote: Vote = False,
+    words: Words = None,
+    shown: Shown = None,
     precision: Annotated[str, typer.Option(help="Of the models' weights.")] = "float32",
+    device: Device = None,
     compare: Annotated[bool, typer.Option(help="Show the receiver's own answer, too.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
-    on: Annotated[
-        str | None, typer.Option(help="Flower connection, or HOST:PORT, of a running federation.")
-    ] = None,
-    root_certificates: Annotated[
-        Path | None, typer.Option(help="With --on HOST:PORT: PEM file; without it, no TLS.")
-    ] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="With --on: a key of the recipe."),
-    ] = None,
+    on: On = None,
+    root_certificates: Certificates = None,
+    settings: Settings = None,
 ) -> None:
     """Answer a question with the help of other models' caches; the receipt says whose."""
     patience = deadline if deadline is not None else 60.0 if on is None else 300.0
-    terms = {"scheme": dtype or "bf16", "share": keep_tokens, "part": keep_bytes}
-    terms |= {"deadline": patience, "max_kl": max_kl}
+    terms: dict[str, Any] = {"scheme": dtype or "bf16", "share": keep_tokens, "part": keep_bytes}
+    terms |= {"deadline": patience, "max_kl": max_kl, "max_norm": max_norm, "vote": vote}
     choice = _choice(select, task, privacy, dtype)
     if on is not None:
         from fedloom.simulations.refine_remote import ask_federation
 
-        if sender or fuser or shown is not None:
-            raise Refusal("--on asks the federation's own senders: leave --sender, --fuser out")
-        told = ask_federation(
-            on,
-            question,
-            receiver or "0",
-            {**terms, **(choice.remote() if choice else {})},
-            max_new_tokens,
-            root_certificates,
-            settings or [],
-        )
+        own = (sender, fuser, shown, words, device)
+        if any(told is not None and told != [] for told in own):
+            raise Refusal(
+                "--on asks the federation's own senders, on its devices and for caches: leave"
+                " --sender, --fuser, --shown, --words and --device out"
+            )
+        terms |= choice.remote() if choice else {}
+        given = (max_new_tokens, root_certificates, settings or [])
+        told = ask_federation(on, question, receiver or "0", terms, *given)
         _say(told, compare=compare, as_json=as_json)
         return
+    if choice is not None and words is not None:
+        raise Refusal("--words with --select: the file says who is asked for words; leave it out")
     receiver = receiver or "embedded:smollm2-135m"
-    senders = _senders(receiver, sender or [], fuser or [], precision, alone=choice is None)
-    answer, alone = _ask(
-        receiver, question, senders, terms, max_new_tokens, precision, shown, compare, choice
-    )
+    kept = _pairs(receiver, sender or [], fuser or [], alone=choice is None)
+    models = _Models.of(receiver, kept, precision, device or "auto")
+    how = {"shown": shown, "max_new_tokens": max_new_tokens}
+    answer = models.ask(question, terms, choice, words, how)
     told = {"answer": answer.text, "receipt": answer.receipt.to_dict()}
-    if alone is not None:
-        told["standalone"] = alone.text
+    if compare:
+        told["standalone"] = models.alone(question, max_new_tokens).text
     _say(told, compare=compare, as_json=as_json)
 
 
@@ -147,35 +178,61 @@ def _choice(
     return _Choice(read_gains(str(select)), task or ANY, privacy or 0)
 
 
-def _ask(
-    receiver: str,
-    question: str,
-    senders: Sequence[Sender],
-    terms: dict[str, Any],
-    tokens: int,
-    precision: str,
-    shown: str | None,
-    compare: bool,
-    choice: _Choice | None,
-) -> tuple[Answer, Answer | None]:
-    from fedloom import refining
-    from fedloom.models.base import load_base
+@dataclass(frozen=True)
+class _Models:
+    """A receiver and its senders, loaded."""
 
-    base = load_base(receiver, precision)
-    chosen = refining.Terms(**terms)
-    told: dict[str, Any] = {"shown": shown, "terms": chosen, "max_new_tokens": tokens}
-    if choice is None:
-        answer = refining.refine(base, question, senders, **told)
-    else:
-        log = choice.made(base, question if shown is None else shown, senders, chosen)
-        answer = refining.refine_selected(base, question, senders, log, **told)
-    alone = refining.refine(base, question, [], max_new_tokens=tokens) if compare else None
-    return answer, alone
+    receiver: Base
+    senders: Sequence[Sender]
+
+    @classmethod
+    def of(cls, receiver: str, pairs: Sequence[_Pair], precision: str, device: str) -> _Models:
+        """Load them on one device."""
+        from fedloom import refining
+        from fedloom.adapters.fuser_files import load_fuser
+        from fedloom.models.base import load_base, pick_device
+
+        where = (precision, pick_device(device))
+        base = load_base(receiver, *where)
+        senders = []
+        for source, path in pairs:
+            other = load_base(source, *where)
+            geometry = refining.measured(other)
+            into = refining.measured(base)
+            fuser = load_fuser(path, geometry, into)[0] if path is not None else None
+            senders.append(refining.local(other, geometry, fuser, source))
+        return cls(base, senders)
+
+    def ask(
+        self,
+        question: str,
+        terms: Mapping[str, Any],
+        choice: _Choice | None,
+        words: int | None,
+        how: Mapping[str, Any],
+    ) -> Answer:
+        """Answer among those who are chosen, or among all, by their words if no cache is left."""
+        from fedloom import refining
+
+        base, senders, chosen = self.receiver, self.senders, refining.Terms(**terms)
+        if choice is not None:
+            log = choice.made(base, how["shown"] or question, senders, chosen)
+            return refining.refine_selected(base, question, senders, log, terms=chosen, **how)
+        if words == 0:
+            return refining.refine(base, question, senders, terms=chosen, **how)
+        told: dict[str, Any] = {} if words is None else {"tokens": words}
+        return refining.refine_or_ask(base, question, senders, terms=chosen, **told, **how)
+
+    def alone(self, question: str, max_new_tokens: int) -> Answer:
+        """Answer as the receiver does by itself."""
+        from fedloom import refining
+
+        return refining.refine(self.receiver, question, [], max_new_tokens=max_new_tokens)
 
 
-def _senders(
-    receiver: str, sources: Sequence[str], files: Sequence[Path], precision: str, *, alone: bool
-) -> list[Sender]:
+def _pairs(
+    receiver: str, sources: Sequence[str], files: Sequence[Path], *, alone: bool
+) -> list[_Pair]:
     """Pair senders with fusers by the hashes on the cards, before any model is loaded.
 
     ``alone`` says that nothing but caches is asked for, so that no fuser at all is a mistake.
@@ -184,10 +241,15 @@ def _senders(
         from fedloom.models.sources import locate, parse_source
     cards = _cards(files)
     into = locate(parse_source(receiver)).base_hash
-    found: list[tuple[str, Path | None]] = []
+    found: list[_Pair] = []
     for source in sources:
         of = locate(parse_source(source)).base_hash
         fits = [p for p, c in cards.items() if (c.sender_model, c.receiver_model) == (of, into)]
+        if len(fits) > 1:
+            raise Refusal(
+                f"{fits[0]} and {fits[1]} are both of {source} -> {receiver}: name one of them by"
+                " --fuser FILE, or keep them apart"
+            )
         found.append((source, fits[0] if fits else None))
     taken = {path for _, path in found}
     if idle := [path for path in files if path.is_file() and path not in taken]:
@@ -202,25 +264,14 @@ def _senders(
             f"no fuser for {sources[0]} -> {receiver}: give --fuser FILE, or make one with"
             f" fedloom fuser train --sender {sources[0]} --receiver {receiver}"
         )
-    return [_sender(source, path, receiver, precision) for source, path in found]
+    return found
 
 
 def _cards(files: Sequence[Path]) -> dict[Path, FuserCard]:
     listed: list[Path] = []
     for path in files:
-        listed += sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+        listed += fuser_files(path) if path.is_dir() else [path]
     return {path: read_card(path) for path in listed}
-
-
-def _sender(source: str, path: Path | None, receiver: str, precision: str) -> Sender:
-    from fedloom import refining
-    from fedloom.adapters.fuser_files import load_fuser
-    from fedloom.models.base import load_base
-
-    base, into = load_base(source, precision), load_base(receiver, precision)
-    geometry = refining.measured(base)
-    fuser = None if path is None else load_fuser(path, geometry, refining.measured(into))[0]
-    return refining.local(base, geometry, fuser, source)
 
 
 def _say(told: dict[str, Any], *, compare: bool, as_json: bool) -> None:

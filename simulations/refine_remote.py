@@ -34,6 +34,8 @@ _KEYS = {
     "part": "keep-bytes",
     "deadline": "deadline-seconds",
     "max_kl": "max-kl",
+    "max_norm": "max-norm",
+    "vote": "vote",
     "select": "select",
     "task": "task",
     "privacy": "privacy-level",

@@ -289,7 +289,7 @@ class FedRefine(AdapterStrategy):
                 reason, trace, _ = border.failure_reason(reply)
                 self.journal.weigh_error(reply, server_round=_ROUND, partition=partition)
                 self.inbox.failed(_ROUND, action, partition, reason, trace)
-                lost[partition] = "failed"
+                lost[partition] = "gone" if border.is_gone(reply) else "failed"
                 continue
             self._weigh_query(reply.content, action, "up", partition)
             if partition in self.inbox.asked:

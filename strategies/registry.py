@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedloom.cards import FuserCard, read_card
+from fedloom.cards import FuserCard, fuser_files, read_card
 from fedloom.errors import Refusal
 
 Pair = tuple[str, str]
@@ -54,7 +54,7 @@ class Entry:
 
 
 class Registry:
-    """All fusers of a folder.
+    """All fusers of a folder and of the folders in it.
 
     Raises
     ------
@@ -69,12 +69,13 @@ class Registry:
                 " writes them"
             )
         self.entries: dict[Pair, Entry] = {}
-        for path in sorted(folder.glob("*.safetensors")):
+        for path in fuser_files(folder):
             card = read_card(path)
             pair = card.sender_model, card.receiver_model
             if pair in self.entries:
+                other = self.entries[pair].path.relative_to(folder)
                 raise Refusal(
-                    f"{path} and {self.entries[pair].path.name} are of one pair,"
+                    f"{path} and {other} are of one pair,"
                     f" {card.sender_name} -> {card.receiver_name}: leave one of them in the folder"
                 )
             with path.open("rb") as file:

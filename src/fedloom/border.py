@@ -341,6 +341,12 @@ def redacted(error: BaseException) -> str:
     return "\n".join([told, "Traceback (most recent call last, words left out):", *lines])
 
 
+def is_gone(message: Message) -> bool:
+    """Say whether an error reply is Flower's own word that the node is not there any more."""
+    codes = (ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE)
+    return message.error.code in (*codes, ErrorCode.NODE_UNAVAILABLE)
+
+
 def failure_reason(message: Message) -> tuple[str, str, bool]:
     """Read an error reply: one line, the traceback (may be empty), and whether it is a refusal.
 

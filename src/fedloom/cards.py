@@ -20,6 +20,8 @@ from fedloom import __version__
 from fedloom.errors import Refusal
 
 FORMAT = "fedloom-fuser-1"
+CHECKPOINT = "checkpoint.safetensors"
+"""What a training leaves beside its fuser until that is written."""
 ORIGINS = ("trained", "closed-form", "federated")
 """By gradients, by one client's sums, by the sums of several."""
 Fact = str | int | float | bool
@@ -135,6 +137,19 @@ _KINDS = {
     "origin": str,
     "version": str,
 }
+
+
+def fuser_files(folder: Path) -> list[Path]:
+    """List the fusers in a folder and the folders in it, as ``fedloom fuser`` makes them.
+
+    Checkpoints, and what has a name that begins with a dot, are none.
+    """
+    return [
+        path
+        for path in sorted(folder.rglob("*.safetensors"))
+        if path.name != CHECKPOINT
+        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
+    ]
 
 
 def read_card(path: Path) -> FuserCard:

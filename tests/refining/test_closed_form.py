@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,6 +11,8 @@ import torch
 
 from fedloom.adapters.fuser import CacheFuser, FuserConfig
 from fedloom.errors import Refusal
+from fedloom.refining import prefixed
+from fedloom.refining.classroom import Classroom
 from fedloom.refining.closed_form import (
     FuserSums,
     directions,
@@ -122,6 +125,28 @@ def test_a_solved_fuser_is_an_ordinary_one(shelves, pooled):
     for bad in ({"mode": "residual"}, {"size": "c2c"}):
         with pytest.raises(Refusal, match="in closed form"):
             solvable(FuserConfig(**bad))
+
+
+def test_a_receiver_with_windows_is_solved_for_without_a_sink(lessons):
+    """Its own first token cannot be read apart, and the sender's is nothing to regress on."""
+    receiver = Shelf(Party(*room("gemma3")), dtype=torch.float64)
+    class_ = Classroom(
+        Shelf(Party(*room("llama")), dtype=torch.float64), receiver, lessons, lessons
+    )
+    with pytest.raises(Refusal, match="use tail = 0"):
+        replace(class_, learnt=()).solved(FuserConfig(tail=1), ridge=1e-2)  # before any sum
+    fuser, about = class_.solved(FuserConfig(width=16, taps=2), ridge=1e-2, weighted=True)
+    assert (fuser.config.sink, fuser.layers) == ("none", (1,))  # layer 0 slides
+    assert 0 < about["explained"] <= 1
+    piece = class_.sender.slice(lessons[0].shown_ids)
+    prompt = list(b"what is it?")
+    among = prefixed(*room("gemma3"), prompt, [(fuser, piece)])
+    assert among.senders == (piece.geometry.model,)
+    first = replace(piece, keys={n: x.clone() for n, x in piece.keys.items()})
+    for keys in first.keys.values():
+        keys[:, 0] *= 100  # nobody hears the sender's first token
+    changed = prefixed(*room("gemma3"), prompt, [(fuser, first)])
+    assert torch.equal(among.logits, changed.logits)
 
 
 def test_texts_of_one_token_are_refused(shelves):

@@ -9,41 +9,22 @@ import time
 import pytest
 import torch
 
-from fedloom.errors import Refusal
-from fedloom.refining import Request, Sender, Terms, export, local, prefixed, refine
+from fedloom.refining import Sender, Terms, export, local, prefixed
 from fedloom.slices.slice import export_cache
 
-from rooms import alone, fuser_of, piece_of, room, shut
-
-PROMPT, TOKENS = "what is it?", 6
-OTHERS = ("llama", "qwen2", "gemma3")
-QUICK = Terms(deadline=20.0)
-
-
-def receiver():
-    return room("qwen3")[0]
-
-
-def standing():
-    return alone(receiver(), receiver().tokenizer.encode(PROMPT), TOKENS)[1]
-
-
-def sender(family: str, ask=None, fuser=None) -> Sender:
-    base, geometry = room(family)
-    made = local(base, geometry, fuser or fuser_of(family, "qwen3"), family)
-    return made if ask is None else Sender(geometry, ask, made.fuser, family)
-
-
-def asked(senders, terms=QUICK, **told):
-    return refine(receiver(), PROMPT, senders, terms=terms, max_new_tokens=TOKENS, stop=(), **told)
-
-
-def frames(family: str, request: Request) -> list[bytes]:
-    return list(export(*room(family), request))
-
-
-def lost(answer) -> dict[str, str]:
-    return {s.name: s.cause for s in answer.receipt.sources if s.status == "fallback"}
+from asking import (
+    OTHERS,
+    PROMPT,
+    QUICK,
+    asked,
+    broken,
+    frames,
+    lost,
+    receiver,
+    sender,
+    standing,
+)
+from rooms import fuser_of, piece_of, room, shut
 
 
 def test_no_sender_is_standalone_token_for_token():
@@ -112,63 +93,6 @@ def test_one_who_is_too_late_is_not_waited_for():
     assert answer.ids == asked([sender("qwen2")]).ids
 
 
-def broken(what: str):
-    """Ways in which a sender can be wrong; each must cost the answer this sender and no more."""
-    old: list[list[bytes]] = []
-
-    def ask(request: Request):
-        sent = frames("llama", request)
-        if what == "mutated":
-            sent[1] = sent[1][:60] + bytes([sent[1][60] ^ 1]) + sent[1][61:]
-        elif what == "oversized":
-            sent[1] = sent[1][:28] + b"\xff\xff\xff\x7f" + sent[1][32:]
-        elif what == "truncated":
-            sent = sent[:-1]
-        elif what == "replayed":
-            old.append(sent)
-            sent = old[0]
-        elif what == "noise":
-            sent = [b"\x00" * 100_000]
-        elif what == "raises":
-            raise OSError("the line is dead")
-        elif what == "dies midway":
-            return itertools.chain(sent[:2], (bytes(1 // n) for n in [0]))
-        elif what == "nan":
-            base, geometry = room("llama")
-            piece = export_cache(base.model, geometry, base.tokenizer.encode(request.text))
-            piece.keys[0][0, 0, 0] = torch.nan
-            return piece
-        elif what == "another model":
-            return frames("qwen2", request)
-        elif what == "no bytes":
-            return [17]
-        return sent
-
-    return ask
-
-
-WRONG = ("mutated", "oversized", "truncated", "noise", "raises", "dies midway", "nan")
-
-
-@pytest.mark.parametrize("what", [*WRONG, "another model", "no bytes"])
-def test_what_is_wrong_with_one_sender_costs_that_sender(what):
-    answer = asked([sender("llama", broken(what)), sender("qwen2")])
-    assert lost(answer).keys() == {"llama"}
-    assert answer.receipt.fallback == "fewer"
-    assert answer.ids == asked([sender("qwen2")]).ids
-    only = asked([sender("llama", broken(what))])
-    assert (only.receipt.mode, only.receipt.fallback) == ("standalone", "standalone")
-    assert only.ids == standing()
-
-
-def test_frames_of_an_earlier_request_are_not_believed():
-    replays = sender("llama", broken("replayed"))
-    assert not lost(asked([replays]))
-    again = asked([replays])
-    assert lost(again) == {"llama": "integrity"}
-    assert again.ids == standing()
-
-
 def test_missing_and_foreign_fusers_are_a_fallback():
     base, geometry = room("llama")
     bare = Sender(geometry, lambda request: export(base, geometry, request), None, "bare")
@@ -193,15 +117,18 @@ def test_who_is_shut_is_not_asked():
 def test_words_take_over_when_no_cache_is_left():
     said = []
 
-    def words(seconds):
+    def words(seconds, fallen):
         said.append(seconds)
+        assert [sender.name for sender in fallen] == ["llama"]
         return receiver().tokenizer.encode("they say: a cheese. " + PROMPT)
 
     answer = asked([sender("llama", broken("raises"))], words=words)
     assert (answer.receipt.mode, answer.receipt.fallback) == ("t2t", "t2t")
     assert answer.ids != standing()
     assert 0 < said[0] <= QUICK.deadline
-    silent = asked([sender("llama", broken("raises"))], words=lambda seconds: None)
+    assert answer.receipt.prompt_tokens == len(words(1.0, [sender("llama")]))
+    said.pop()
+    silent = asked([sender("llama", broken("raises"))], words=lambda *_: None)
     assert silent.receipt.fallback == "standalone"
     asked([sender("llama")], words=words)
     assert len(said) == 1  # not where a cache was heard
@@ -271,8 +198,6 @@ def test_residual_fusers_work_the_same_way():
     answer = asked([sender("llama", fuser=fuser)])
     assert answer.receipt.mode == "residual"
     assert not lost(answer)
-    with pytest.raises(Refusal, match="use one kind"):
-        asked([sender("llama", fuser=fuser), sender("qwen2")])
     gone = asked([sender("llama", broken("raises"), fuser)])
     assert gone.ids == standing()
 
@@ -308,9 +233,3 @@ def test_a_fuser_is_heard_as_it_was_taught(taught):
     plain = fuser_of("llama", "qwen3")
     among_all = prefixed(*room("qwen3"), ids, [(plain, piece)])
     assert not torch.equal(answer.logits, among_all.logits[-1])
-
-
-def test_fusers_taught_differently_are_not_mixed():
-    taught = [sender("llama", fuser=fuser_of("llama", "qwen3", tail=1)), sender("qwen2")]
-    with pytest.raises(Refusal, match="taught with different tail or sink"):
-        asked(taught)

@@ -24,7 +24,6 @@ from fedloom.refining.text import (
     background,
     backgrounds,
     best_single,
-    in_words,
     shortened,
     vote,
     with_context,
@@ -240,15 +239,6 @@ def test_messages_stand_before_the_question_in_the_order_of_their_senders():
         assert lines[:2] == [f"Context from another model: said by {s}" for s in "ab"]
         assert lines[2] == CASE.question
     assert with_context(CASE, [one]).choices == CASE.choices
-
-
-def test_the_words_that_stand_in_for_caches_keep_to_the_time_left():
-    base = load_base("tiny:llama")
-    words = in_words(base, CASE, [load_base("tiny:qwen3")], 8)
-    assert words(0.0) is None
-    asked = base.tokenizer.decode(words(60.0))
-    assert asked.startswith("Context from another model: ")
-    assert CASE.question in asked
 
 
 def test_votes_and_singles_break_ties_the_same_way_each_time():

@@ -11,7 +11,9 @@ import torch
 from fedloom.adapters.fuser import CacheFuser, FuserConfig
 from fedloom.data.questions import Question
 from fedloom.errors import Refusal
+from fedloom.models.base import DTYPES
 from fedloom.refining import prefixed
+from fedloom.refining.classroom import Classroom
 from fedloom.refining.hearing import Party, Shelf, Turn, hear
 from fedloom.refining.lessons import encode_lessons, open_lesson, question_lesson
 from fedloom.refining.scoring import accuracy, nats, score, shuffled, zeroed
@@ -20,7 +22,14 @@ from fedloom.slices.slice import batch_of
 
 from rooms import fuser_of, room, shut
 
-HOW = [{}, {"tail": 1}, {"tail": 3}, {"sink": "receiver"}, {"tail": 2, "sink": "receiver"}]
+HOW = [
+    {},
+    {"tail": 1},
+    {"tail": 3},
+    {"sink": "receiver"},
+    {"sink": "none"},
+    {"tail": 2, "sink": "receiver"},
+]
 PROMPTS = ["what is it?", "who?"]
 
 
@@ -82,8 +91,9 @@ def test_fusers_that_were_taught_differently_do_not_mix():
 def test_a_receiver_with_windows_reads_nothing_alone():
     with pytest.raises(Refusal, match="where a window slides"):
         fuser_of("llama", "gemma3", tail=1)
-    with pytest.raises(Refusal, match="in residual mode"):
-        FuserConfig(mode="residual", tail=1)
+    for apart in ({"tail": 1}, {"sink": "none"}):
+        with pytest.raises(Refusal, match="in residual mode"):
+            FuserConfig(mode="residual", **apart)
 
 
 @pytest.fixture(scope="module")
@@ -139,6 +149,31 @@ def test_a_stopped_training_goes_on_to_the_same_bits(facts, tmp_path):
     (tmp_path / "checkpoint.safetensors").write_bytes(b"short")
     with pytest.raises(Refusal, match="cannot be read"):
         taught(facts, tmp_path, steps=24)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_fuser_can_be_taught_in_every_dtype(facts, tmp_path, dtype):
+    """Rather in 32 bits than in 16, as a classroom does: but to be kept and gone on from in any."""
+    sender, receiver = shelf_of("llama", dtype), shelf_of("qwen3", dtype)
+    config = FuserConfig(width=8, tail=1)
+    wide = dtype if dtype != "float16" else "float32"  # AdamW's squares are zeros in float16
+    how = TeachConfig(steps=2, batch=4, checkpoint_every=1)
+    made = []
+    for _ in range(2):
+        fuser = CacheFuser(sender.party.geometry, receiver.party.geometry, config)
+        fuser.to(getattr(torch, wide))
+        report = teach(fuser, sender, receiver, facts[:8], how, seed=3, folder=tmp_path)
+        made.append(fuser.state_dict())
+    assert report.resumed == 2
+    assert all(torch.equal(x, made[1][name]) for name, x in made[0].items())
+    assert all(x.isfinite().all() for x in made[0].values())
+
+
+def test_a_classroom_teaches_in_32_bits_at_least(facts):
+    for dtype, wide in (("bfloat16", torch.float32), ("float64", torch.float64)):
+        room_ = Classroom(shelf_of("llama", dtype), shelf_of("qwen3", dtype), facts, facts)
+        fuser = room_.fresh(FuserConfig(width=8), seed=0)
+        assert {x.dtype for x in fuser.state_dict().values()} == {wide}
 
 
 def test_room_on_the_shelf_changes_no_bit(tmp_path):

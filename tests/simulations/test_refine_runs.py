@@ -11,6 +11,7 @@ import pytest
 from flwr.app import ConfigRecord
 
 from fedloom import ciphers
+from fedloom.adapters.fuser_files import card_of, save_fuser
 from fedloom.config import RunConfig
 from fedloom.errors import Refusal
 from fedloom.secure.channel import ASK, EXPORT, HELLO, KEEP, MARK
@@ -19,6 +20,7 @@ from fedloom.simulations.inprocess import serve_on
 from fedloom.simulations.refine_remote import opened
 
 from meetings import events, meeting_of, write_fusers
+from rooms import fuser_of
 from runs import Recorder, rows
 
 
@@ -180,6 +182,43 @@ def test_one_who_tells_nonsense_of_itself_harms_nobody_else(meeting, key):
     (row,) = scored(config).values()
     assert row["used"] == 2
     assert "pair-1-used" not in row
+
+
+def test_a_client_of_ones_own_answers_the_questions_too(meeting):
+    config = meeting(**ONE, client="lingering:ReluctantClient")
+    serve(config)
+    (row,) = scored(config).values()
+    assert (row["used"], row["lost"]) == (0, 4)
+    failed = [e for e in events(folder(config), "client-failed") if e["phase"] == EXPORT]
+    assert [e["reason"] for e in failed] == ["this one reads for nobody: ask another"] * 2
+
+
+@pytest.mark.parametrize(("code", "cause"), [(5, "gone"), (2, "failed")])
+def test_a_node_that_is_gone_is_told_from_one_that_failed(meeting, code, cause):
+    from flwr.app import Error, Message
+
+    def on_reply(message, reply):
+        if kind(message) == EXPORT and reply.metadata.src_node_id == 1001:
+            return Message(Error(code, "as Flower says it"), reply_to=message)
+        return reply
+
+    config = meeting(**{"refine.question": "what is cheese?", "refine.new-tokens": 2})
+    serve(config, on_reply=on_reply)
+    (told,) = events(folder(config), "answer")
+    causes = {s["name"]: s["cause"] for s in told["receipt"]["sources"]}
+    assert causes == {"1 tiny:qwen3": cause, "2 tiny:qwen2": ""}
+
+
+def test_a_registry_of_two_kinds_of_fusers_leaves_one_out_and_answers(meeting, tmp_path):
+    mixed = write_fusers(tmp_path / "mixed", pairs=[("qwen3", "llama")])
+    fuser = fuser_of("qwen2", "llama", dtype="float32", tail=1)
+    save_fuser(mixed / "tail.safetensors", fuser, card_of(fuser, "tiny:qwen2", "tiny:llama"))
+    asked = {"refine.fusers": str(mixed), "refine.question": "what is it?"}
+    config = meeting(**asked, **{"refine.new-tokens": 2})
+    serve(config)
+    (told,) = events(folder(config), "answer")
+    assert sorted(s["cause"] for s in told["receipt"]["sources"]) == ["", "unfit"]
+    assert told["receipt"]["fallback"] == "fewer"
 
 
 def test_an_exchange_is_answered_once(meeting):

@@ -32,6 +32,24 @@ def test_it_tells_what_there_is_by_hash(folder):
     assert registry.among([qwen3], qwen3) == []
 
 
+def test_folders_of_fuser_train_are_looked_through_and_nothing_else_is_taken(folder):
+    """``fuser train --out fusers/NAME`` makes a folder each, with more than a fuser in it."""
+    for name in ("llama-qwen3", "qwen3-llama"):
+        (folder / "all" / name).mkdir(parents=True)
+        (folder / f"{name}.safetensors").rename(folder / "all" / name / "fuser.safetensors")
+        (folder / "all" / name / "card.md").write_text("a card")
+    (folder / "all" / "checkpoint.safetensors").write_bytes(b"of a training that goes on")
+    (folder / ".draft.safetensors").write_bytes(b"half")
+    (folder / ".old").mkdir()
+    shutil.copy(folder / "all/llama-qwen3/fuser.safetensors", folder / ".old/fuser.safetensors")
+    assert len(Registry(folder).entries) == 2
+    (folder / "more").mkdir()
+    shutil.copy(folder / "all/llama-qwen3/fuser.safetensors", folder / "more/fuser.safetensors")
+    said = "more/fuser.safetensors and all/llama-qwen3/fuser.safetensors are of one pair"
+    with pytest.raises(Refusal, match=said):
+        Registry(folder)
+
+
 def test_a_file_that_changes_under_it_is_refused(folder):
     (entry,) = Registry(folder).among([room("llama")[0].base_hash], room("qwen3")[0].base_hash)
     shutil.copy(folder / "qwen3-llama.safetensors", entry.path)

@@ -58,7 +58,7 @@ def test_the_answer_comes_with_whoever_is_left():
     senders = [process_of("llama", 900, killed=True), process_of("qwen2", 0, killed=False)]
     answer = refine(receiver, "what is it?", senders, terms=terms, max_new_tokens=5)
     sources = {source.name: source for source in answer.receipt.sources}
-    assert (sources["llama"].status, sources["llama"].cause) == ("fallback", "integrity")
+    assert (sources["llama"].status, sources["llama"].cause) == ("fallback", "gone")
     assert "truncated stream: 2 frames" in sources["llama"].reason
     assert (sources["qwen2"].status, sources["qwen2"].gates_open) == ("used", 2)
     assert answer.receipt.fallback == "fewer"

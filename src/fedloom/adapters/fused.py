@@ -164,9 +164,11 @@ class FusedContext:
         for n, rotary in enumerate(rotaries_of(self.model)):
             here = [guests for guests in residuals if n in guests.keys]
             for guests in here:  # out of place: the sum of many is one graph
-                layer, real = self.cache.layers[n], guests.real_BT[:, None, :, None]
+                layer = self.cache.layers[n]
+                real = guests.real_BT.to(layer.keys.device)[:, None, :, None]
                 keys, values = (
-                    (part[n] * real).to(layer.keys) for part in (guests.keys, guests.values)
+                    (part[n].to(real.device) * real).to(layer.keys)
+                    for part in (guests.keys, guests.values)
                 )
                 place = torch.arange(real.shape[2], device=keys.device).expand(len(real), -1)
                 layer.keys = layer.keys + rotate(keys, place, rotary)
@@ -184,4 +186,5 @@ def _bias(guests: Guests, layer: int) -> Tensor | None:
 def _spread(bias: Tensor | None, real_BT: Tensor) -> Tensor:
     if bias is None:
         return torch.zeros_like(real_BT, dtype=torch.float32)
-    return (bias[:, None] if bias.dim() else bias).expand(real_BT.shape)
+    here = bias.to(real_BT.device)  # a fuser may lie elsewhere than the receiver
+    return (here[:, None] if here.dim() else here).expand(real_BT.shape)

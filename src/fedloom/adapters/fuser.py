@@ -30,7 +30,7 @@ from fedloom.slices.slice import SliceBatch
 
 MODES = ("prefix", "residual")
 SIZES = ("small", "c2c")
-SINKS = ("sender", "receiver")
+SINKS = ("sender", "receiver", "none")
 _STEP = 8  # widths are multiples of it
 
 
@@ -57,7 +57,8 @@ class FuserConfig:
     written, in which the receiver's cache is its own, and a fraction of the work."""
     sink: str = "sender"
     """Whose first token stands first, where attention rests (arXiv 2309.17453): what is made of the
-    sender's, or the receiver's own."""
+    sender's, or the receiver's own; with ``none`` the sender's is left out and the receiver's stays
+    where its prompt begins."""
 
     def __post_init__(self) -> None:
         for name, known in (("mode", MODES), ("size", SIZES), ("sink", SINKS)):
@@ -70,7 +71,8 @@ class FuserConfig:
                 f"fuser taps = {self.taps}, width = {self.width}, share = {self.share}: expected"
                 " 1 or more, 0 or more, and a share of 0 to 1"
             )
-        if self.tail < 0 or (self.alone and self.mode == "residual"):
+        apart = self.alone or self.sink != "sender"
+        if self.tail < 0 or (apart and self.mode == "residual"):
             raise Refusal(
                 f"fuser tail = {self.tail}, sink = {self.sink} in {self.mode} mode: expected 0 or"
                 " more; a residual fuser has neither, so leave both out"
@@ -238,7 +240,9 @@ class CacheFuser(nn.Module):
             sender=self.sender.model,
             keys={n: self._gated(x, n, 0, soft) for n, (x, _) in made.items()},
             values={n: self._gated(x, n, 1, soft) for n, (_, x) in made.items()},
-            real_BT=source.real_BT & target.real_BT if target is not None else source.real_BT,
+            real_BT=source.real_BT
+            if target is None
+            else source.real_BT.to(target.real_BT.device) & target.real_BT,
             log_gate={}
             if soft is None or residual
             else {n: soft[:, i] for i, n in enumerate(self.layers)},
@@ -276,9 +280,9 @@ class CacheFuser(nn.Module):
         return keys.transpose(1, 2), values.transpose(1, 2)
 
     def _features(self, batch: SliceBatch, side: str, layer: int) -> tuple[Tensor, Tensor]:
-        """Return normalised keys and values [B, T, W] of one layer."""
+        """Return normalised keys and values [B, T, W] of one layer, where the fuser is."""
         pair = (batch.keys[layer], batch.values[layer])
-        flat = [x.transpose(1, 2).flatten(2).to(self.gates.logit.dtype) for x in pair]
+        flat = [x.transpose(1, 2).flatten(2).to(self.gates.logit) for x in pair]
         mean, scale = (getattr(self, f"{side}_{what}")[layer] for what in ("mean", "scale"))
         made = ((torch.cat(flat, dim=-1) - mean) / scale).chunk(2, dim=-1)
         return made[0], made[1]

@@ -46,6 +46,8 @@ class RefineConfig:
     max_kl: float = 0.0
     """Senders are left out until the next token's distribution is so near to the receiver's own, in
     nats; 0 does not look."""
+    vote: bool = False
+    """Leave out a sender who alone decides the next token against all others."""
     questions: int = 8
     """Held-out questions that each node asks, at most."""
     question: str = ""

@@ -54,6 +54,26 @@ def load_base(source: Source | str, dtype: str = "float32", device: str = "cpu")
     return _load(parsed, dtype, str(torch.device(device)))
 
 
+def pick_device(told: str = "auto") -> str:
+    """Return the name of a device that is here; ``auto`` is the first GPU, else the CPU.
+
+    Raises
+    ------
+    Refusal
+        If torch knows no such device, or sees none on this machine.
+    """
+    gpu = torch.cuda.is_available()
+    if told == "auto":
+        return "cuda:0" if gpu else "cpu"
+    try:
+        device = torch.device(told)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # a torch without CUDA asserts
+        here = "auto, cpu or cuda:0" if gpu else "auto or cpu, for torch sees no GPU here"
+        raise Refusal(f'device "{told}": expected {here}') from error
+    return str(device)
+
+
 def bases_loaded() -> int:
     """Count the loads that this process has done."""
     return _FORGOTTEN.total() + _load.cache_info().misses

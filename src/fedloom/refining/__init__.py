@@ -4,6 +4,7 @@
 from fedloom.refining.answer import Refinement as Refinement
 from fedloom.refining.answer import Source as Source
 from fedloom.refining.answer import prefixed as prefixed
+from fedloom.refining.fallback import refine_or_ask as refine_or_ask
 from fedloom.refining.mutual import Party as Party
 from fedloom.refining.mutual import mutual as mutual
 from fedloom.refining.offers import Log as Log

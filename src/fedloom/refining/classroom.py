@@ -6,9 +6,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from fedloom import seeds
 from fedloom.adapters.fuser import CacheFuser, FuserConfig
-from fedloom.refining.closed_form import FuserSums, directions, fuser_sums, solve_fuser
+from fedloom.refining.closed_form import (
+    FuserSums,
+    directions,
+    fuser_sums,
+    solvable,
+    solve_fuser,
+)
 from fedloom.refining.hearing import Shelf
 from fedloom.refining.lessons import Encoded, Lesson, digest, encode_lessons
 from fedloom.refining.scoring import (
@@ -51,10 +59,14 @@ class Classroom:
 
     def fresh(self, config: FuserConfig, *, seed: int) -> CacheFuser:
         """Return an untrained fuser."""
-        made = CacheFuser(
-            self.sender.party.geometry, self.receiver.party.geometry, config, seed=seed
+        return self._placed(
+            CacheFuser(self.sender.party.geometry, self.receiver.party.geometry, config, seed=seed)
         )
-        return made.to(self.receiver.party.base.model.dtype)
+
+    def _placed(self, fuser: CacheFuser) -> CacheFuser:
+        """Put a fuser where the receiver is; in 32 bits at least, or small steps would vanish."""
+        model = self.receiver.party.base.model
+        return fuser.to(model.device, torch.promote_types(model.dtype, torch.float32))
 
     def sums(self, config: FuserConfig, clients: int = 1, *, seed: int = 0) -> FuserSums:
         """Sum over the lessons to learn from, dealt to clients who add their sums."""
@@ -76,13 +88,13 @@ class Classroom:
         seed: int = 0,
     ) -> tuple[CacheFuser, dict[str, float]]:
         """Return a fuser in closed form, and how much of the receiver's caches it explains."""
+        config = solvable(config, self.receiver.party.geometry)  # before all the summing
         sums = self.sums(config, clients, seed=seed)
         rows = [lesson.prompt_ids for lesson in self.learnt[:_LOOKED_AT]]
         weights = directions(self.receiver.party, rows) if weighted else None
         pair = (self.sender.party.geometry, self.receiver.party.geometry)
         fuser, told = solve_fuser(sums, *pair, config, ridge=ridge, weights=weights, seed=seed)
-        made = fuser.to(self.receiver.party.base.model.dtype)
-        return made, told | {"tokens": float(sums.tokens)}
+        return self._placed(fuser), told | {"tokens": float(sums.tokens)}
 
     def scores(
         self, fuser: CacheFuser, most: int = 0, *, keep: int = 0, seed: int

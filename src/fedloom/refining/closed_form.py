@@ -9,7 +9,8 @@ however they were dealt.  Sums are over raw numbers; means and scales come out o
 
 First tokens are left out on both sides: attention rests on them (arXiv 2309.17453), their keys and
 values are like no other's, and a least-squares map would serve little else.  So a solved fuser has
-``sink = "receiver"``: it never sees the sender's first token, and the receiver keeps its own.
+``sink = "receiver"``: it never sees the sender's first token, and the receiver keeps its own.  A
+receiver that slides windows cannot keep its own apart from the rest: then it is ``"none"``.
 
 What comes out is the small fuser, its shared block silent: a rank no larger than its share of
 parameters allows, cut where it costs least, and a start for training.  A small error in the cache
@@ -45,13 +46,14 @@ _ROWS = 2048  # tokens that are summed at a time
 _LEAST = 1e-6  # of a scale: a feature that never moves says nothing
 
 
-def solvable(config: FuserConfig | None = None) -> FuserConfig:
-    """Return the build that a closed form fits: as asked for, with the receiver's own sink.
+def solvable(config: FuserConfig | None = None, receiver: Geometry | None = None) -> FuserConfig:
+    """Return the build that a closed form fits: as asked for, without the sender's sink.
 
     Raises
     ------
     Refusal
-        For residual or C2C-size fusers: they are no linear map of the sender's cache.
+        For residual or C2C-size fusers: they are no linear map of the sender's cache; and for a
+        tail on a receiver that slides windows.
     """
     told = config or FuserConfig()
     if told.mode != "prefix" or told.size != "small":
@@ -59,7 +61,14 @@ def solvable(config: FuserConfig | None = None) -> FuserConfig:
             f"a {told.mode} fuser of size {told.size} in closed form: expected prefix and small;"
             " train it instead"
         )
-    return replace(told, sink="receiver")
+    if receiver is None or len(receiver.full) == receiver.layers:
+        return replace(told, sink="receiver")
+    if told.tail:
+        raise Refusal(
+            f"a {receiver.family} receiver with tail = {told.tail}: what it reads alone does not"
+            " stay where a window slides; use tail = 0"
+        )
+    return replace(told, sink="none")
 
 
 @dataclass(frozen=True, eq=False)
@@ -195,7 +204,7 @@ def solve_fuser(
         Receiver layer -> ``M`` [O, O]: of an error e, what counts is ``|e M|``; ``directions``
         makes some.  They decide what a rank gives up; with no cut they would change nothing.
     """
-    fuser = CacheFuser(sender, receiver, solvable(config), seed=seed)
+    fuser = CacheFuser(sender, receiver, solvable(config, receiver), seed=seed)
     if sums.grams.keys() != fuser.sources.keys():
         raise Refusal(
             f"sums over {len(sums.grams)} layers for a fuser of {len(fuser.sources)}: make them"
@@ -308,12 +317,13 @@ def _queries(model: Any, rows: Sequence[Sequence[int]]) -> dict[int, Tensor]:
         attention = layer.self_attn
         norm = getattr(attention, "q_norm", None)
 
-        def look(_: Any, __: Any, made: Tensor, n: int = n) -> None:
-            flat = made.detach().double().flatten(0, 1).flatten(1)  # a norm sees heads apart
-            square = (flat**2).mean(0)
+        def look(_: Any, __: Any, made: Tensor, n: int = n, norm: Any = norm) -> None:
+            if norm is not None:  # of each head, or of all; here, as models lay heads out otherwise
+                made = norm(made.unflatten(-1, (-1, norm.weight.numel()))).flatten(-2)
+            square = (made.detach().double().flatten(0, 1) ** 2).mean(0)
             sums[n] = sums.get(n, torch.zeros_like(square)) + square / len(rows)
 
-        hooks.append((attention.q_proj if norm is None else norm).register_forward_hook(look))
+        hooks.append(attention.q_proj.register_forward_hook(look))
     try:
         for row in rows:
             model.get_decoder()(input_ids=torch.tensor([list(row)], device=model.device))

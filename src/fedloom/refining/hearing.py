@@ -60,7 +60,7 @@ def seated(config: FuserConfig, guests: Sequence[Guests], own: SliceBatch | None
 
 
 class Shelf:
-    """Slices of one frozen model's contexts, each read once.
+    """Slices of one frozen model's contexts, each read once, kept in the machine's own memory.
 
     They are rounded to ``dtype``, or to bfloat16 if it does not hold them, whether or not there was
     room to keep them, so that what is learnt does not depend on the room.
@@ -88,11 +88,12 @@ class Shelf:
     def slice(self, ids: Sequence[int], ends: Sequence[int] = ()) -> CacheSlice:
         """Return the whole slice of a context, every layer and token."""
         keys, values = self._of(tuple(ids))
-        wide = torch.promote_types(self.party.base.model.dtype, torch.float32)
+        model = self.party.base.model
+        device, wide = model.device, torch.promote_types(model.dtype, torch.float32)
         return CacheSlice(
             self.party.geometry,
-            dict(enumerate(keys.to(wide))),
-            dict(enumerate(values.to(wide))),
+            dict(enumerate(keys.to(device, wide))),
+            dict(enumerate(values.to(device, wide))),
             tuple(range(len(ids))),
             tuple(ends),
         )
@@ -125,9 +126,9 @@ class Shelf:
     def _read(self, ids: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         piece = export_cache(self.party.base.model, self.party.geometry, ids)
         parts = [torch.stack([p[n] for n in piece.layers]) for p in (piece.keys, piece.values)]
-        found = [x.to(self._dtype) for x in parts]
+        found = [x.to("cpu", self._dtype) for x in parts]
         if not all(bool(torch.isfinite(x).all()) for x in found):  # beyond float16's range
-            found = [x.to(torch.bfloat16) for x in parts]
+            found = [x.to("cpu", torch.bfloat16) for x in parts]
         return found[0], found[1]
 
 

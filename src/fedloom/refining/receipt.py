@@ -11,7 +11,16 @@ from typing import Any
 
 USED, SHUT, LOST = "used", "shut", "fallback"
 """A sender was heard; all its gates are shut, so it was not asked; it fell away."""
-CAUSES = ("no-fuser", "deadline", "integrity", "not-finite", "guard", "failed")
+CAUSES = (
+    "no-fuser",
+    "unfit",
+    "deadline",
+    "gone",
+    "failed",
+    "integrity",
+    "not-finite",
+    "guard",
+)
 """Why a sender falls away."""
 FEWER, T2T, STANDALONE = "fewer", "t2t", "standalone"
 """What the answer then rests on: the other senders, a sender's words, the receiver alone."""

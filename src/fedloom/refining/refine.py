@@ -17,11 +17,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fedloom.adapters.fuser import Guests
+from fedloom.adapters.fuser import FuserConfig, Guests
 from fedloom.errors import Refusal
 from fedloom.models.base import Base
 from fedloom.models.offsets import token_ends
-from fedloom.refining.answer import Refinement, among, guests_of, prefixed, reading
+from fedloom.refining.answer import Refinement, among, guests_of, prefixed
 from fedloom.refining.guards import calmed, divergence, norm_of, voted_out
 from fedloom.refining.receipt import (
     LOST,
@@ -38,8 +38,9 @@ from fedloom.slices.geometry import Geometry, geometry_of
 from fedloom.slices.quantise import check_scheme
 from fedloom.slices.slice import CHOICES, CacheSlice
 
-Words = Callable[[float], Sequence[int] | None]
-"""Text in place of caches: given the seconds left, a prompt that holds senders' words."""
+Words = Callable[[float, Sequence[Sender]], Sequence[int] | None]
+"""Text in place of caches: given the seconds left and whose caches fell away (who fell to a guard
+is not among them), a prompt that holds their words."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +125,10 @@ class _Seat:
     def heard(self) -> bool:
         return self.receipt.status == USED
 
+    @property
+    def fallen(self) -> bool:
+        return self.receipt.status == LOST and self.receipt.cause != "guard"
+
 
 @functools.lru_cache(maxsize=16)
 def measured(base: Base) -> Geometry:
@@ -141,9 +146,8 @@ class _Desk:
         self.ids, self.ends = ids, ends
         ordered = sorted(senders, key=lambda s: (s.geometry.model, s.name))
         self.seats = [self._admit(sender) for sender in ordered]
-        self.mode = self._one_mode()
-        fusers = [seat.sender.fuser for seat in self.seats if seat.heard]
-        self.how = reading([fuser.config for fuser in fusers if fuser is not None])
+        self.how = self._one_kind()
+        self.mode = self.how.mode
         self.seconds: dict[str, float] = {}
         self.guards: dict[str, float] = {}
 
@@ -153,20 +157,32 @@ class _Desk:
         if fuser is None:
             if sender.geometry != self.geometry:
                 seat.lose("no-fuser", "no fuser for this pair: train one, or give its file")
+            elif not self.geometry.full:
+                seat.lose("unfit", "every layer of the receiver slides a window: none keeps it")
             return seat
         if (fuser.sender, fuser.receiver) != (sender.geometry, self.geometry):
             seat.lose("no-fuser", "its fuser belongs to another pair")
             return seat
+        fuser.to(self.receiver.model.device)
         opened = len(fuser.open_layers())
         status = USED if opened else SHUT  # nobody hears it, so nobody asks it
         seat.receipt = replace(told, status=status, gates_open=opened, gates=len(fuser.layers))
         return seat
 
-    def _one_mode(self) -> str:
-        modes = {seat.mode for seat in self.seats if seat.heard}
-        if len(modes) > 1:
-            raise Refusal("prefix and residual fusers in one request: use one kind")
-        return modes.pop() if modes else "prefix"
+    def _one_kind(self) -> FuserConfig:
+        """Leave out whose fuser wants the prompt read in another way than most, or than the first.
+
+        The receiver's own model has no fuser and goes with any prefixes.
+        """
+        configs = [seat.sender.fuser.config for seat in self.heard if seat.sender.fuser]
+        kinds = [_kind(config) for config in configs]
+        most = max(kinds, key=kinds.count, default=_kind(FuserConfig()))
+        for seat in self.heard:
+            fuser = seat.sender.fuser
+            if (most[0] != "prefix") if fuser is None else (_kind(fuser.config) != most):
+                how = "mode {}, tail {}, sink {}".format(*most)
+                seat.lose("unfit", f"the others' fusers are heard in another way: {how}")
+        return next((c for c in configs if _kind(c) == most), FuserConfig())
 
     @property
     def heard(self) -> list[_Seat]:
@@ -228,7 +244,11 @@ class _Desk:
         if terms.max_norm and norm is not None and not norm <= terms.max_norm:
             seat.lose("guard", f"its cache is {norm:.3g} in size, at most {terms.max_norm:g}")
         elif self.mode == "prefix":
-            seat.guests = guests_of(seat.sender.fuser, came.piece)
+            try:
+                seat.guests = guests_of(seat.sender.fuser, came.piece)
+            except Refusal as error:
+                seat.lose("integrity", str(error))
+                return
             parts = (seat.guests.keys, seat.guests.values)
             if not all(x.isfinite().all() for part in parts for x in part.values()):
                 seat.lose("not-finite", "its fuser makes values that are not finite of it")
@@ -249,6 +269,16 @@ class _Desk:
             return among(self.receiver, self.geometry, self.ids, guests, self.how)
         sources = [(s.sender.fuser, s.piece) for s in seats if s.piece]
         return prefixed(self.receiver, self.geometry, self.ids, sources, ends=self.ends)
+
+    def settled(self) -> Refinement:
+        """Read the prompt among all who came; leave out, from the last, with whom that fails."""
+        while True:
+            try:
+                return self.read(self.heard)
+            except Refusal as error:
+                if not self.heard:
+                    raise
+                self.heard[-1].lose("unfit", f"the receiver cannot read with it: {error}")
 
     def last(self, seats: Sequence[_Seat]) -> Tensor:
         """Return the next-token logits among some, [V]."""
@@ -285,6 +315,11 @@ class _Desk:
         return made
 
 
+def _kind(config: FuserConfig) -> tuple[str, int, str]:
+    """Return what must be equal of fusers that are heard together."""
+    return config.mode, config.tail, config.sink
+
+
 @torch.no_grad()
 def refine(
     receiver: Base,
@@ -313,7 +348,7 @@ def refine(
     stop
         Tokens that end the answer; by default the tokenizer's end of text.
     words
-        Tried when every sender has fallen away.
+        Tried when every sender has fallen away; see ``fallback.refine_or_ask``.
     late
         Asked once caches have come or not: what to read in place of ``prompt``, with others' words
         in it; not for residual fusers.
@@ -323,8 +358,7 @@ def refine(
     Raises
     ------
     Refusal
-        If the prompt is empty or the fusers are of different modes or were taught differently;
-        never for a sender's fault.
+        If the prompt is empty; never for a sender's fault.
     """
     began, terms = time.perf_counter(), terms or Terms()
     tokenizer = receiver.tokenizer
@@ -336,18 +370,16 @@ def refine(
     desk.collect(prompt if shown is None else shown, terms, used)
     desk.hear(late)
     with desk.clock("prefill"):
-        made = desk.read(desk.heard)
+        made = desk.settled()
     with desk.clock("guard"):
         made = desk.watch(made, terms)
     mode = desk.mode if desk.heard else STANDALONE
-    if (
-        mode == STANDALONE
-        and words is not None
-        and any(s.receipt.status == LOST for s in desk.seats)
-    ):
+    fallen = [seat.sender for seat in desk.seats if seat.fallen]
+    if mode == STANDALONE and words is not None and fallen:
         with desk.clock("words"):
-            said = words(max(0.0, began + terms.deadline - time.perf_counter()))
+            said = words(max(0.0, began + terms.deadline - time.perf_counter()), fallen)
             if said:
+                desk.ids = said
                 made, mode = among(receiver, desk.geometry, said, []), T2T
     with desk.clock("decode"):
         ends_at = {tokenizer.eos_token_id} if stop is None else stop

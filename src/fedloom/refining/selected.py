@@ -59,7 +59,7 @@ def refine_selected(
     terms = terms or Terms()
     caches, writers = by_way(senders, chosen["chosen"])
     asked = next(text for text in (question, shown, prompt) if text is not None)
-    telling = [_Telling(sender, asked, chosen["message_tokens"], terms) for sender in writers]
+    telling = [Telling(sender, asked, chosen["message_tokens"], terms) for sender in writers]
     until = time.monotonic() + terms.deadline
     for each in telling:
         each.start()
@@ -108,7 +108,7 @@ class _Lost:
     reason: str
 
 
-class _Telling(threading.Thread):
+class Telling(threading.Thread):
     """One sender writing; a daemon, so that one who never ends holds up no exit."""
 
     def __init__(self, sender: Sender, text: str, tokens: int, terms: Terms) -> None:
@@ -122,6 +122,7 @@ class _Telling(threading.Thread):
         self._began = time.monotonic()
 
     def run(self) -> None:
+        """Write, in the thread."""
         try:
             self._came = self._write()
         except SourceLost as error:

@@ -23,7 +23,7 @@ from fedloom.refining.text import Written, background
 from fedloom.slices.fitting import fitting
 from fedloom.slices.frames import encode
 from fedloom.slices.geometry import Geometry
-from fedloom.slices.reading import FrameError, FrameReader
+from fedloom.slices.reading import FrameError, FrameReader, Truncated
 from fedloom.slices.slice import CacheSlice, export_cache
 
 _LEAST = 2  # tokens: the sink and one more
@@ -206,6 +206,8 @@ class _Asked(threading.Thread):
         arrival = Arrival()
         try:
             arrival = self._receive()
+        except Truncated as error:
+            arrival = Arrival(cause="gone", reason=_line(error))
         except FrameError as error:
             arrival = Arrival(cause="integrity", reason=_line(error))
         except SourceLost as error:
@@ -229,7 +231,8 @@ class _Asked(threading.Thread):
         geometry, request = self._sender.geometry, self._request
         came = self._sender.ask(request)
         if isinstance(came, CacheSlice):
-            _check(came, geometry)
+            _check(came, geometry, request.max_tokens)
+            _check_asked(came, request)
             return Arrival(came)
         reader = FrameReader(
             geometry,
@@ -244,19 +247,37 @@ class _Asked(threading.Thread):
                 break
             reader.feed(data)
         piece = reader.finish()
-        if missing := set(request.layers) - set(piece.layers):
-            raise FrameError(f"layer {min(missing)} was asked for and did not come")
+        _check_asked(piece, request)
         return Arrival(piece, bytes=reader.nbytes, digest=reader.digest)
 
 
-def _check(piece: CacheSlice, geometry: Geometry) -> None:
+def _check(piece: CacheSlice, geometry: Geometry, most: int) -> None:
+    """Hold a slice that came as it is to what the reader of frames holds them to."""
     if piece.geometry != geometry:
         raise FrameError(
             f"wrong model: {piece.geometry.model[:12]} came, {geometry.model[:12]} was asked"
         )
+    if not 0 < piece.tokens <= most:
+        raise FrameError(f"a slice of {piece.tokens} tokens: expected 1 to {most}")
+    if piece.keys.keys() != piece.values.keys() or piece.keys.keys() - set(range(geometry.layers)):
+        raise FrameError(f"layers {piece.layers}: expected keys and values of the model's own")
+    shape = (geometry.heads, piece.tokens, geometry.dim)
     for part in (piece.keys, piece.values):
-        if not all(x.isfinite().all() for x in part.values()):
-            raise FrameError("the slice holds a value that is not finite")
+        for layer, x in part.items():
+            if tuple(x.shape) != shape or not x.is_floating_point():
+                raise FrameError(f"layer {layer} is {tuple(x.shape)}: expected floats {shape}")
+            if not x.isfinite().all():
+                raise FrameError("the slice holds a value that is not finite")
+
+
+def _check_asked(piece: CacheSlice, request: Request) -> None:
+    """See that all came that was asked for, whichever way it came."""
+    if missing := set(request.layers) - set(piece.layers):
+        raise FrameError(f"layer {min(missing)} was asked for and did not come")
+    if request.ends and len(piece.ends) != piece.tokens:
+        raise FrameError(
+            f"{len(piece.ends)} ends for {piece.tokens} tokens: where each ends was asked for"
+        )
 
 
 def _line(error: Exception, kind: str = "") -> str:

@@ -28,13 +28,13 @@ from torch import Tensor
 from fedloom import seeds
 from fedloom.adapters.fuser import CacheFuser
 from fedloom.adapters.gates import Draw, temperature
+from fedloom.cards import CHECKPOINT
 from fedloom.errors import Refusal, nearest
 from fedloom.refining.hearing import Shelf, Turn, hear
 from fedloom.refining.lessons import Encoded, digest
 from fedloom.slices.slice import CacheSlice, batch_of
 
 DECAYS = ("cosine", "linear")
-CHECKPOINT = "checkpoint.safetensors"
 _POOL = 8  # batches that are sorted by length together
 _CALIBRATED_ON = 48  # lessons; some thousand tokens settle means and scales
 Progress = Callable[[int, float], None]
@@ -221,7 +221,8 @@ def _fingerprint(
     """Say what a checkpoint must have in common with the run that goes on from it."""
     started = hashlib.sha256()
     for name, x in sorted(fuser.state_dict().items()):
-        started.update(name.encode() + x.detach().cpu().contiguous().numpy().tobytes())
+        flat = x.detach().cpu().reshape(-1)  # numpy has no bfloat16: as bytes
+        started.update(name.encode() + flat.view(torch.uint8).numpy().tobytes())
     return {
         "sender": fuser.sender.to_json(),
         "receiver": fuser.receiver.to_json(),
@@ -288,5 +289,8 @@ def _resume(
             what: tensors.get(f"adam.{what}.{name}") for what in ("step", "exp_avg", "exp_avg_sq")
         }
         if all(x is not None for x in kept.values()):
-            optimiser.state[p] = kept
+            optimiser.state[p] = {  # AdamW counts its steps on the CPU
+                what: x if what == "step" or x is None else x.to(p.device)
+                for what, x in kept.items()
+            }
     return losses

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from fedloom.data.prompts import encode_question
 from fedloom.data.questions import Question
 from fedloom.models.base import Base
 from fedloom.refining.writing import decoded, instructed, write, write_many
@@ -96,27 +95,6 @@ def in_context(prompt: str, messages: Sequence[Written]) -> str:
 def with_context(question: Question, messages: Sequence[Written]) -> Question:
     """Put messages before a question."""
     return replace(question, question=in_context(question.question, messages))
-
-
-def in_words(
-    receiver: Base, question: Question, senders: Sequence[Base], budget: int
-) -> Callable[[float], list[int] | None]:
-    """Return what ``refine`` falls back to: a prompt with messages, within the seconds left.
-
-    Nothing if no sender wrote anything in that time.
-    """
-
-    def words(seconds: float) -> list[int] | None:
-        until, said = time.monotonic() + seconds, []
-        for sender in senders:
-            left = until - time.monotonic()
-            if left > 0:
-                said.append(background(sender, question.question, budget, seconds=left))
-        if not any(message.text for message in said):
-            return None
-        return list(encode_question(with_context(question, said), receiver.tokenizer).prompt_ids)
-
-    return words
 
 
 def vote(choices: Sequence[int]) -> int:

@@ -115,10 +115,18 @@ def geometry_of(model: PreTrainedModel, model_hash: str, tokenizer_hash: str) ->
 def layer_kinds(model: PreTrainedModel) -> list[str]:
     """Name each layer's kind of attention."""
     config = model.config.get_text_config(decoder=True)
-    kinds = getattr(config, "layer_types", None) or [FULL] * config.num_hidden_layers
+    kinds = getattr(config, "layer_types", None) or [_only_kind(config)] * config.num_hidden_layers
     if odd := sorted(set(kinds) - {FULL, SLIDING}):
         raise _unfit(model, f"{odd[0]} layers")
     return list(kinds)
+
+
+def _only_kind(config: Any) -> str:
+    """Name the kind of all layers where none is listed, as transformers' own cache infers it."""
+    if getattr(config, "sliding_window", None) is not None:  # Mistral, Phi3
+        return SLIDING
+    chunked = getattr(config, "attention_chunk_size", None) is not None
+    return "chunked_attention" if chunked else FULL
 
 
 def rotaries_of(model: PreTrainedModel) -> list[Rotary]:

@@ -42,6 +42,10 @@ class FrameError(Refusal):
     """A frame that is not believed; the stream it came in is of no further use."""
 
 
+class Truncated(FrameError):
+    """A stream whose end has not come: whoever sent it is gone."""
+
+
 @dataclass(frozen=True)
 class LayerSlice:
     """One layer that has come whole: keys before RoPE and values, [H, T, D]."""
@@ -127,12 +131,12 @@ class FrameReader:
         Raises
         ------
         FrameError
-            If the end has not come.
+            If the end has not come (``Truncated``), or a frame was not believed.
         """
         if self._broken:
             raise FrameError(f"the stream broke off: {self._broken}")
         if not self.digest or self.header is None:
-            raise FrameError(
+            raise Truncated(
                 f"truncated stream: {self._number} frames and {len(self._held)} bytes came, no end"
             )
         return CacheSlice(
