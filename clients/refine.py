@@ -15,7 +15,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from fedloom import __version__, border, ciphers
 from fedloom.adapters.fuser import CacheFuser
+from fedloom.clients.asking import asking, kept, places_of, questions_of
 from fedloom.clients.bridge import AdapterClient, partition_of
 from fedloom.clients.letters import (
     NONE,
@@ -37,7 +38,6 @@ from fedloom.clients.letters import (
 )
 from fedloom.clients.refine_scores import metrics_of
 from fedloom.config import RunConfig
-from fedloom.data.partition import client_rows
 from fedloom.data.prompts import letter_tokens, prompt
 from fedloom.data.questions import Question
 from fedloom.errors import Refusal
@@ -54,10 +54,13 @@ from fedloom.refining import (
     Terms,
     Written,
     decide,
+    marked,
     measured,
     refine,
     refine_selected,
 )
+from fedloom.refining.private import Reword, aligned
+from fedloom.refining.rephrasing import rephrase
 from fedloom.secure.channel import Channel, session_of
 from fedloom.slices.geometry import Geometry
 from fedloom.slices.reading import FrameError
@@ -82,6 +85,9 @@ class _Peer:
 
 class FedRefineClient(AdapterClient):
     """One owner of questions and of a model; receiver and sender alike."""
+
+    reword: Reword = staticmethod(rephrase)
+    """How a question is put in other words, with ``refine.rephrase``."""
 
     def __init__(self, context: Context) -> None:
         super().__init__()
@@ -163,16 +169,22 @@ class FedRefineClient(AdapterClient):
             raise Refusal(f"exchange {exchange[:16]} was begun before: each is begun once")
         nonce = os.urandom(32)
         self._store(f"nonce-{exchange}", nonce)
-        texts, letters, skipped = self._texts(), {}, {}
+        asked = asking(self.config, self.partition_id, self.base, self.reword)
+        if asked.facts is not None:
+            self._store(f"rephrased-{exchange}", json.dumps(asked.facts).encode())
+        texts, letters, skipped = asked.texts, {}, {}
         peers = [(peer, self._sender(peer, config)) for peer in self._peers(config)]
         choice = self._choose([sender for _, sender in peers], texts, config)
         for peer, sender in peers:
             way = given.dtype if choice is None else choice["chosen"].get(sender.name, NONE)
-            if why := _why_not(sender, way, measured(self.base)):
+            why = _why_not(sender, way, measured(self.base))
+            if asked.facts is not None and (not texts or aligned([sender])):
+                why = UNASKED  # nothing to show, or a fuser that needs both to read one text
+            if why:
                 skipped[peer.partition] = why
                 continue
             if choice is not None and way == TEXT:
-                body = words_letter(self._bare(), choice["message_tokens"])
+                body = words_letter(asked.bare, choice["message_tokens"])
             else:
                 sessions = sessions_of(nonce, peer.partition, len(texts))
                 body = cache_letter(given, texts, sender, way, sessions)
@@ -235,15 +247,21 @@ class FedRefineClient(AdapterClient):
         peers, nonce = self._peers(config), self._take_nonce(str(config["exchange"]))
         lost = json.loads(str(config.get("lost", "{}")))
         told: dict[str, list[tuple[Question, Answer]]] = {}
-        for number, question in enumerate(self._questions()):
+        peers = [p for p in peers if lost.get(str(p.partition)) != UNASKED]
+        questions = questions_of(self.config, self.partition_id)
+        facts = kept(self._state(), str(config["exchange"]))
+        for number, place in enumerate(places_of(facts, len(questions))):
+            question = questions[number]
             text = prompt(question, letter_tokens(self.base.tokenizer).cue)
-            senders = [self._sender(peer, config, came, nonce, number) for peer in peers]
-            groups = {"": senders, "alone": []}
-            for peer, sender in zip(peers, senders, strict=True):
-                if lost.get(str(peer.partition)) != UNASKED:
-                    groups[f"pair-{peer.partition}"] = [sender]
+            senders = {}
+            if place is not None:
+                senders = {p: self._sender(p, config, came, nonce, place) for p in peers}
+            groups: dict[str, list[Sender]] = {"": list(senders.values()), "alone": []}
+            groups |= {f"pair-{p.partition}": [senders[p]] if senders else [] for p in peers}
             for name, group in groups.items():
                 answer = self._refined(text, question.question, group, config)
+                if facts is not None and name != "alone":
+                    answer = marked(answer, facts[number])
                 told.setdefault(name, []).append((question, answer))
         metrics = metrics_of(self.base, told)
         metrics["seconds"] = time.perf_counter() - started
@@ -281,24 +299,6 @@ class FedRefineClient(AdapterClient):
             max_kl=given.max_kl,
             vote=given.vote,
         )
-
-    def _questions(self) -> list[Question]:
-        examples, partition = holdings(self.config)
-        rows = cast("Sequence[Question]", examples)  # the recipe's task is mmlu
-        _, test = client_rows(partition, rows, self.partition_id)
-        return list(test)[: self.config.refine.questions]
-
-    def _texts(self) -> list[str]:
-        given = self.config.refine
-        if given.question:
-            return [given.question] if given.receiver == self.partition_id else []
-        cue = letter_tokens(self.base.tokenizer).cue
-        return [prompt(question, cue) for question in self._questions()]
-
-    def _bare(self) -> list[str]:
-        """Return what writers are asked: questions without their options."""
-        given = self.config.refine
-        return self._texts() if given.question else [q.question for q in self._questions()]
 
     def _sender(
         self,

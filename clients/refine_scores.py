@@ -16,6 +16,8 @@ from fedloom.flat import kebab
 from fedloom.models.base import Base
 from fedloom.refining import Answer, Receipt
 
+_WORDS = ("rephrased", "retries", "standalone")
+
 
 def metrics_of(base: Base, told: Mapping[str, Sequence[tuple[Question, Answer]]]) -> dict[str, Any]:
     """Add up scores; ``gained`` and ``spoilt`` count rows that changed against ``alone``."""
@@ -38,6 +40,10 @@ def metrics_of(base: Base, told: Mapping[str, Sequence[tuple[Question, Answer]]]
 
 def _receipt_sums(receipts: Sequence[Receipt]) -> dict[str, int | float]:
     sources = [source for receipt in receipts for source in receipt.sources]
+    words = [receipt.rephrasing for receipt in receipts if receipt.rephrasing is not None]
+    told: dict[str, int | float] = {}
+    if words:
+        told = {f"rephrase-{key}": sum(each[key] for each in words) for key in _WORDS}
     lost = [source.cause for source in sources if source.status == "fallback"]
     return {
         "used": sum(source.status == "used" for source in sources),
@@ -48,4 +54,5 @@ def _receipt_sums(receipts: Sequence[Receipt]) -> dict[str, int | float]:
         "cache-bytes": sum(receipt.bytes for receipt in receipts),
         "cache-tokens": sum(source.tokens for source in sources),
         "seconds-prefill": sum(receipt.seconds["prefill"] for receipt in receipts),
+        **told,
     }

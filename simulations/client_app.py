@@ -32,6 +32,10 @@ def _faast(context: Context) -> NumPyClient:
 
 
 def _fedrefine(context: Context) -> NumPyClient:
+    if context.run_config.get("refine.solve"):
+        from fedloom.clients.fuser_sums import FuserSumsClient
+
+        return FuserSumsClient(context)
     from fedloom.clients.refine import FedRefineClient
 
     return FedRefineClient(context)

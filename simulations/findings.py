@@ -289,6 +289,8 @@ def _client(
 def _parameters(manifest: Manifest | None) -> dict[str, int]:
     if manifest and manifest.method == "faast":
         return {"fast weights": sum(math.prod(shape) for shape, _ in manifest.arrays.values())}
+    if manifest and manifest.method == "fedrefine" and manifest.arrays:
+        return {"fuser": sum(math.prod(shape) for shape, _ in manifest.arrays.values())}
     counts = {"LoRA": 0, "memory": 0}
     for name, (shape, _) in without_controls(manifest.arrays if manifest else {}).items():
         group = "memory" if ".memory." in f".{name}" else "LoRA"
@@ -300,7 +302,7 @@ def _sent_whole(config: RunConfig | None) -> bool:
     """Whether every training message carries just the manifest's arrays."""
     if config is None:
         return True
-    if config.method == "faast":  # sums go up, weights go down
+    if config.method == "faast" or config.refine.solve:  # sums go up, what is solved goes down
         return False
     parts = config.server.rule in ("flora", "fedex", "rolora") or config.lora.own_ranks()
     return not parts and config.wire.dtype == "float32"

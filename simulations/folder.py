@@ -72,7 +72,7 @@ class RunFolder:
         """Write the adapter so that plain peft loads its LoRA; return the digest of all arrays.
 
         The memory's and the side adapter's arrays, which peft does not know, lie in files of their
-        own: ``adapters.side`` loads them.  FAAST's are ``weights``, which peft has no part in.
+        own: ``adapters.side`` loads them.  FAAST's and a solved fuser's are ``weights``: no peft.
         """
         digest = arrays_digest(without_controls(arrays))
         about = {"manifest": manifest.digest(), "base": manifest.base, "fedloom": __version__}
@@ -80,7 +80,7 @@ class RunFolder:
         lora = {name: array for name, array in own.items() if ".lora_" in name}
         side = {name: array for name, array in own.items() if is_side_array(name)}
         rest = {n: array for n, array in own.items() if n not in lora.keys() | side.keys()}
-        others = "weights" if manifest.method == "faast" else "memory"
+        others = "memory" if manifest.method == "fednl" else "weights"
         folder = self.path / "adapter"
         folder.mkdir(exist_ok=True)
         for file, part in (("adapter_model", lora), (others, rest), ("side", side)):

@@ -132,7 +132,7 @@ def solve_command(
     data: Data,
     out: Out,
     clients: Annotated[
-        int, typer.Option(min=1, help="Deal the texts to so many, who send sums alone.")
+        int, typer.Option(min=1, help="Deal the texts to so many here, and add their sums.")
     ] = 1,
     ridge: Annotated[float, typer.Option(min=0.0, help="A token, on unit variance.")] = 1e-2,
     weighted: Annotated[
@@ -161,9 +161,9 @@ def solve_command(
     fuser, about = room.solved(config, ridge=ridge, weighted=weighted, clients=clients, seed=seed)
     seconds = time.perf_counter() - began
     told = about | room.scores(fuser, tests, seed=seed) | {"seconds": seconds}
-    origin = "closed-form" if clients == 1 else "federated"
-    facts: dict[str, Any] = {"clients": clients, "ridge": ridge, "weighted": weighted}
-    _finish(out, room, fuser, told, data, "same", seed=seed, origin=origin, **facts)
+    # However many hands the texts were dealt to: all of it is done here, and not by a federation.
+    facts: dict[str, Any] = {"hands": clients, "ridge": ridge, "weighted": weighted}
+    _finish(out, room, fuser, told, data, "same", seed=seed, origin="closed-form", **facts)
 
 
 @app.command()

@@ -19,6 +19,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from fedloom.simulations.amounts import adapter_line, duration, size
 from fedloom.simulations.group_words import group_lines
 
 Event = Mapping[str, Any]
@@ -206,19 +207,14 @@ def plain_lines(event: Event, picture: Picture) -> list[str]:
             return group_lines(event.get("groups", []))
         case "group-round":
             return [f"{where}: {', '.join(round_facts(event))}"]
-        case "adapter" if "keys" in event:
-            widths = f"{event['keys']} x {event.get('classes')} fast weights"
-            widths = f"group {event['group']}: {widths}" if "group" in event else widths
-            return [f"{widths}; {size(int(event.get('bytes', 0)))} of sums from each client"]
+        case "adapter":
+            return [adapter_line(event)]
         case "choice":
             return [f"{where}: {_choice(event)}"]
         case "shares":
             return [f"{where}: the server saw {event.get('seen')}{_spent(event)}"]
         case "privacy" if event.get("round") == 1:
             return [f"{where}: the server sees {event.get('seen')} (rule {event.get('rule')})"]
-        case "adapter":
-            counts = f"{event.get('lora', 0):,} of LoRA, {event.get('memory', 0):,} of memory"
-            return [f"trainable: {counts}; {size(int(event.get('bytes', 0)))} up at most"]
         case "phase":
             return [f"{where}: {event.get('phase')}, {event.get('clients')} clients"]
         case "reply":
@@ -373,28 +369,3 @@ def _when(event: Event) -> float:
 
 def _has(row: Event, key: str = "seconds") -> bool:
     return isinstance(row.get(key), int | float)
-
-
-def size(count: float) -> str:
-    """Say a number of bytes.
-
-    >>> size(123), size(4_600_000)
-    ('123 B', '4.6 MB')
-    """
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000 or unit == "GB":
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    raise AssertionError("unreachable")
-
-
-def duration(seconds: float) -> str:
-    """Say a time.
-
-    >>> duration(9.94), duration(75), duration(7300)
-    ('9.9 s', '1 min 15 s', '2 h 1 min')
-    """
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"

@@ -80,6 +80,13 @@ Settings = Annotated[
 ]
 
 
+_TRIES = 4  # rewordings, of which one must pass
+Rephrase = Annotated[
+    bool,
+    typer.Option("--rephrase", help="Senders read the receiver's rewording, or nobody is asked."),
+]
+
+
 def refine(
     question: Annotated[str, typer.Argument(help="What the receiver reads, as it stands.")],
     receiver: Receiver = None,
@@ -98,6 +105,7 @@ def refine(
     vote: Vote = False,
     words: Words = None,
     shown: Shown = None,
+    rephrase: Rephrase = False,
     precision: Annotated[str, typer.Option(help="Of the models' weights.")] = "float32",
     device: Device = None,
     compare: Annotated[bool, typer.Option(help="Show the receiver's own answer, too.")] = False,
@@ -111,6 +119,7 @@ def refine(
     terms: dict[str, Any] = {"scheme": dtype or "bf16", "share": keep_tokens, "part": keep_bytes}
     terms |= {"deadline": patience, "max_kl": max_kl, "max_norm": max_norm, "vote": vote}
     choice = _choice(select, task, privacy, dtype)
+    private = _Shown.of(shown, rephrase, on)
     if on is not None:
         from fedloom.simulations.refine_remote import ask_federation
 
@@ -130,12 +139,42 @@ def refine(
     receiver = receiver or "embedded:smollm2-135m"
     kept = _pairs(receiver, sender or [], fuser or [], alone=choice is None)
     models = _Models.of(receiver, kept, precision, device or "auto")
-    how = {"shown": shown, "max_new_tokens": max_new_tokens}
-    answer = models.ask(question, terms, choice, words, how)
+    answer = models.ask(question, terms, choice, words, private, max_new_tokens)
     told = {"answer": answer.text, "receipt": answer.receipt.to_dict()}
     if compare:
         told["standalone"] = models.alone(question, max_new_tokens).text
     _say(told, compare=compare, as_json=as_json)
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """What senders read: a text of the user's, a rewording, or the question."""
+
+    text: str | None
+    rephrase: bool
+
+    @classmethod
+    def of(cls, text: str | None, rephrase: bool, on: str | None) -> _Shown:
+        if rephrase and (text is not None or on is not None):
+            raise Refusal(
+                "--rephrase makes what senders read, of a question that nobody else has read: leave"
+                " --shown and --on out"
+            )
+        return cls(text, rephrase)
+
+    def read(
+        self, base: Base, question: str, senders: Sequence[Sender]
+    ) -> tuple[str | None, Sequence[Sender], dict[str, Any] | None]:
+        """Return what is read, by whom, and what a receipt says of a rewording."""
+        from fedloom import refining
+
+        if not self.rephrase:
+            return self.text, senders, None
+        refining.check_private(senders)
+        made = refining.reworded_text(base, question, seed=0, tries=_TRIES)
+        if made.question is None:
+            return None, [], made.facts()
+        return made.question.question, senders, made.facts()
 
 
 @dataclass(frozen=True)
@@ -209,19 +248,24 @@ class _Models:
         terms: Mapping[str, Any],
         choice: _Choice | None,
         words: int | None,
-        how: Mapping[str, Any],
+        private: _Shown,
+        max_new_tokens: int,
     ) -> Answer:
         """Answer among those who are chosen, or among all, by their words if no cache is left."""
         from fedloom import refining
 
-        base, senders, chosen = self.receiver, self.senders, refining.Terms(**terms)
+        base, chosen = self.receiver, refining.Terms(**terms)
+        shown, senders, facts = private.read(base, question, self.senders)
+        how: dict[str, Any] = {"shown": shown, "terms": chosen, "max_new_tokens": max_new_tokens}
         if choice is not None:
-            log = choice.made(base, how["shown"] or question, senders, chosen)
-            return refining.refine_selected(base, question, senders, log, terms=chosen, **how)
-        if words == 0:
-            return refining.refine(base, question, senders, terms=chosen, **how)
-        told: dict[str, Any] = {} if words is None else {"tokens": words}
-        return refining.refine_or_ask(base, question, senders, terms=chosen, **told, **how)
+            log = choice.made(base, question if shown is None else shown, senders, chosen)
+            answer = refining.refine_selected(base, question, senders, log, **how)
+        elif words == 0:
+            answer = refining.refine(base, question, senders, **how)
+        else:
+            how |= {} if words is None else {"tokens": words}
+            answer = refining.refine_or_ask(base, question, senders, **how)
+        return refining.marked(answer, facts)
 
     def alone(self, question: str, max_new_tokens: int) -> Answer:
         """Answer as the receiver does by itself."""
@@ -300,9 +344,13 @@ def selection_lines(log: Mapping[str, Any]) -> list[str]:
 
 def receipt_lines(receipt: dict[str, Any]) -> list[str]:
     """Word a receipt, a line a sender."""
-    from fedloom.simulations.progress import duration, size
+    from fedloom.simulations.amounts import duration, size
 
     lines = selection_lines(receipt["selection"]) if receipt.get("selection") else []
+    if words := receipt.get("rephrasing"):
+        passed = f"senders read other words, {words['retries']} attempts were turned down"
+        kept = f"the question stayed at home: {words['retries']} attempts were turned down"
+        lines.append(passed if words["rephrased"] else kept)
     for source in receipt["sources"]:
         who = f"{source['name'] or source['model'][:12]}:"
         if source["status"] == "used":

@@ -40,8 +40,8 @@ class RefinedFacts:
 
 
 def refined_facts(config: RunConfig | None, events: Sequence[Row]) -> RefinedFacts | None:
-    """Read a run's events; nothing if its method was another."""
-    if config is None or config.method != "fedrefine":
+    """Read a run's events; nothing if its method was another, or it made a fuser."""
+    if config is None or config.method != "fedrefine" or config.refine.solve:
         return None
     fusers = next((e["fusers"] for e in events if e.get("event") == "registry"), ())
     return RefinedFacts(

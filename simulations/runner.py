@@ -25,8 +25,9 @@ from fedloom.errors import Refusal, nearest
 from fedloom.flat import toml_lines
 from fedloom.gains import read_gains
 from fedloom.local.home import VARIABLE as STATE
+from fedloom.simulations.amounts import duration
 from fedloom.simulations.processes import terminable
-from fedloom.simulations.progress import Picture, duration, follow, round_facts, say, show
+from fedloom.simulations.progress import Picture, follow, round_facts, say, show
 from fedloom.simulations.resume import LOCK, check_recipe, is_finished, stand_of, take_up
 from fedloom.simulations.superlink import (
     LocalSuperLink,
@@ -155,6 +156,12 @@ def _check_frozen(config: RunConfig) -> None:
 
         for source in config.faast.listed:
             load_encoder(source)
+        return
+    if config.method == "fedrefine" and config.refine.solve:
+        from fedloom.models.sources import locate, parse_source
+
+        for source in config.refine.listed:
+            locate(parse_source(source))
         return
     if config.method == "fedrefine":
         from fedloom.strategies.registry import Registry

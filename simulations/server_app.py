@@ -29,9 +29,10 @@ from fedloom.simulations.starting import initial_adapter
 from fedloom.strategies.adapter_strategy import AdapterStrategy
 from fedloom.strategies.agreement import agree, check_properties, partition_told
 from fedloom.strategies.checkpoint import FOLDER, Checkpoint, Checkpoints, Torn
-from fedloom.strategies.choosing import strategy_of
+from fedloom.strategies.choosing import SOLVING, strategy_of
 from fedloom.strategies.faast import FAAST
 from fedloom.strategies.fednl import FedNL
+from fedloom.strategies.fuser_sums import SolveFuser
 from fedloom.strategies.grouped import manifests_in
 from fedloom.strategies.groups import Group, GroupJournal, check_same, groups_of
 from fedloom.strategies.journal import Journal
@@ -43,6 +44,7 @@ STRATEGIES: dict[str, type[AdapterStrategy]] = {
     "fednl": FedNL,
     "faast": FAAST,
     "fedrefine": FedRefine,
+    SOLVING: SolveFuser,
 }
 
 app = ServerApp()  # a plain assignment: Flower looks for it by syntax

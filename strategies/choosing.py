@@ -11,6 +11,9 @@ from fedloom.errors import Refusal
 from fedloom.references import named_class
 from fedloom.strategies.adapter_strategy import AdapterStrategy
 
+SOLVING = "fedrefine-solve"
+"""FedRefine's other half: making a fuser."""
+
 
 def strategy_of(
     config: RunConfig, methods: Mapping[str, type[AdapterStrategy]]
@@ -24,7 +27,8 @@ def strategy_of(
         a value of another type.
     """
     if not config.strategy:
-        return methods[config.method]
+        solving = config.method == "fedrefine" and config.refine.solve
+        return methods[SOLVING if solving else config.method]
     base, pushed = AdapterStrategy, border.pushed_folders()
     found = named_class("strategy", config.strategy, base, pushed)  # type: ignore[type-abstract]
     if found.action not in ("default", config.method):

@@ -5,10 +5,10 @@ T2T with budgets of 0, 16, 40 and 80 tokens (one message is written, the smaller
 beginning), the majority of receiver and senders, and the single model that is best on rows kept for
 choosing: the first of ``pairs.py``'s training rows.  Rows are those that ``pairs.py`` tests, in its
 order: same set, counts and longest text.  Everything is scored by the likelihood of options.
-``--out`` writes each row's outcome under the name that ``pairs.py`` gives it; if that study has
-refined answers in the same folder, they are compared with every baseline on the rows that both
-have.  Run as ``python benchmarks/fedrefine/baselines.py [--quick]``; the last line is one JSON
-object.
+Each row's outcome is written under the name that ``pairs.py`` gives it, to
+``scores/PAIR-baselines.json`` in the folder, where ``pairs.py table`` takes it up; if that study
+has refined answers there, they are compared with every baseline on the rows that both have.  Run as
+``python benchmarks/fedrefine/baselines.py [--quick]``; the last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ from typing import Any
 
 import torch
 import transformers
-from question_sets import SETS, question_set
+from pairs_study import SHORT
+from pairs_table import baselines_file
+from question_sets import MADE_UP, SETS, question_set
 
 from fedloom import seeds
-from fedloom.data.questions import LETTERS, Question, distinct, load_questions
+from fedloom.data.questions import LETTERS, Question
 from fedloom.intervals import wilson
 from fedloom.models.base import Base, load_base
 from fedloom.paired import mcnemar, paired_bootstrap
@@ -36,11 +38,6 @@ from fedloom.refining.lessons import Lesson, continuation, question_lesson
 from fedloom.refining.text import backgrounds, best_single, in_context, shortened, vote
 from fedloom.refining.writing import chosen, continuation_scores
 
-SHORT = {
-    "smol": "embedded:smollm2-135m",
-    "gemma": "embedded:gemma3-270m",
-    "qwen": "embedded:qwen2.5-coder-0.5b",
-}
 BUDGETS = (0, 16, 40, 80)
 
 
@@ -70,7 +67,7 @@ def without_options(shown: str) -> str:
 def rows_of(args: argparse.Namespace) -> tuple[list[Question], list[Question]]:
     """Part the questions as ``pairs.py`` does: those to learn from, those tested."""
     if args.quick:
-        rows = distinct(load_questions("packaged:mmlu-dev"))[:8]
+        rows = question_set(MADE_UP, args.folder)[:8]
         return rows[4:], rows[:4]
     found, count = question_set(args.set, args.folder), args.train + args.test
     if len(found) < count:
@@ -163,7 +160,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, default=Path("runs/pairs"))
     parser.add_argument("--pair", default="qwen-smol", help="SENDER-RECEIVER")
     parser.add_argument("--more", nargs="*", default=[], help="more senders: of smol, gemma, qwen")
-    parser.add_argument("--set", choices=tuple(SETS), default="hotels-fr")
+    parser.add_argument("--set", choices=(*SETS, MADE_UP), default="hotels-fr")
     parser.add_argument("--setting", default="same")
     parser.add_argument("--train", type=int, default=400)
     parser.add_argument("--test", type=int, default=200)
@@ -171,11 +168,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=0, help="test so many of them; 0 for all")
     parser.add_argument("--choosing", type=int, default=100, help="rows for the best single model")
     parser.add_argument("--budgets", type=int, nargs="+", default=list(BUDGETS))
-    parser.add_argument("--out", type=Path, help="file for outcomes by row")
+    parser.add_argument("--out", type=Path, help="by default scores/PAIR-baselines.json")
     parser.add_argument("--quick", action="store_true", help="tiny random models, four rows")
     args = parser.parse_args()
     if args.quick:
         args.pair, args.longest = "tiny:qwen3-tiny:llama", 10_000
+    if args.out is None and not args.quick:
+        args.out = baselines_file(args.folder, args.pair)
     return args
 
 
@@ -200,7 +199,9 @@ def main() -> None:
     rows, names = compared(found, single), [lesson.row() for lesson in tested]
     if args.out:
         by_row = {name: {w: r[i] for w, r in found.items()} for i, name in enumerate(names)}
-        args.out.write_text(json.dumps(by_row, indent=1) + "\n")
+        about = {"pair": args.pair, "set": args.set, "best_single_is": single}
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps({**about, "rows": by_row}, indent=1) + "\n")
     print(
         "| way | accuracy | 95 % | over standalone | McNemar p |\n| --- | --- | --- | --- | --- |"
     )

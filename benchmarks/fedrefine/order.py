@@ -12,7 +12,7 @@ which the likeliest token is another.  This is what the fixed order hides, not a
 
 By default on tiny random models with untrained fusers: noise that matters, and no statement on what
 trained ones do; give ``--receiver``, ``--sender`` and ``--fuser`` for that.  Run as
-``python benchmarks/fedrefine/order.py``; the last line is one JSON object.
+``python benchmarks/fedrefine/order.py [--quick]``; the last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -142,7 +142,10 @@ def main() -> None:
     parser.add_argument("--fuser", type=Path, help="folder of trained fusers")
     parser.add_argument("--questions", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--quick", action="store_true", help="tiny random models, two questions")
     args = parser.parse_args()
+    if args.quick:
+        args.receiver, args.sender, args.fuser, args.questions = "tiny:qwen3", None, None, 2
     args.sender = args.sender or list(TINY)
     if len(args.sender) < 2:
         parser.error("an order needs two senders or more")

@@ -23,7 +23,7 @@ FORMAT = "fedloom-fuser-1"
 CHECKPOINT = "checkpoint.safetensors"
 """What a training leaves beside its fuser until that is written."""
 ORIGINS = ("trained", "closed-form", "federated")
-"""By gradients, by one client's sums, by the sums of several."""
+"""By gradients, from sums in one process, from sums that clients of a federation sent."""
 Fact = str | int | float | bool
 
 

@@ -60,11 +60,28 @@ class RefineConfig:
     reply_key: str = ""
     """With ``question``: X25519 key, in hexadecimal, that the answer is sealed for."""
 
+    solve: bool = False
+    """Make the fuser of ``models``, a sender and a receiver, in closed form: clients that hold both
+    send sums over their texts, the server adds them and solves once (docs/fusers.md). Nobody asks
+    anybody then."""
+    solve_ridge: float = 0.01
+    """With ``solve``: ridge a token, on features of variance one."""
+    solve_share: float = 0.05
+    """With ``solve``: share of the receiver's parameters that the fuser may have."""
+    solve_least: int = 256
+    """With ``solve``: a client whose texts have fewer tokens in common sends nothing, as sums of
+    few tokens show them."""
+    rephrase: bool = False
+    """Each receiver's own model rewords its questions before anybody else sees them; of one that no
+    checked rewording is found for, nobody is asked (docs/fedrefine-privacy.md)."""
+    rephrase_tries: int = 3
+    """With ``rephrase``: attempts a question."""
+
     def __post_init__(self) -> None:
         one_of("refine.dtype", self.dtype, ("bf16", "int8", "int4"))
-        for name in ("max_tokens", "questions", "new_tokens"):
+        for name in ("max_tokens", "questions", "new_tokens", "solve_least", "rephrase_tries"):
             at_least(f"refine.{name.replace('_', '-')}", getattr(self, name), 1)
-        for name in ("max_norm", "max_kl", "receiver", "privacy_level"):
+        for name in ("max_norm", "max_kl", "receiver", "privacy_level", "solve_ridge"):
             at_least(f"refine.{name.replace('_', '-')}", getattr(self, name), 0)
         if not 0 < self.keep <= 1:
             raise Refusal(f"refine.keep = {self.keep}: expected above 0 and at most 1")
@@ -83,9 +100,35 @@ class RefineConfig:
                 f'refine.models = "{self.models}": expected model sources with commas between, such'
                 f' as "{MODELS}"'
             )
+        self._check_modes()
         if self.reply_key and not re.fullmatch("[0-9a-f]{64}", self.reply_key):
             raise Refusal(
                 "refine.reply-key: expected 64 hexadecimal digits; fedloom refine makes it"
+            )
+
+    def _check_modes(self) -> None:
+        """Refuse what contradicts solving a fuser, or rephrasing."""
+        if not 0 < self.solve_share <= 1:
+            raise Refusal(
+                f"refine.solve-share = {self.solve_share}: expected above 0 and at most 1"
+            )
+        if self.rephrase and self.question:
+            raise Refusal(
+                "refine.rephrase = true with refine.question: every node of the run reads the"
+                " question in its recipe; ask with fedloom refine --rephrase on the receiver's own"
+                " machine"
+            )
+        if not self.solve:
+            return
+        if len(self.listed) != 2:
+            raise Refusal(
+                f"refine.solve = true with {len(self.listed)} refine.models: a fuser belongs to a"
+                " sender and a receiver; name the two, in this order"
+            )
+        if self.question or self.rephrase or self.select:
+            raise Refusal(
+                "refine.solve = true makes a fuser and asks nobody: leave refine.question,"
+                " refine.rephrase and refine.select out"
             )
 
     @property

@@ -9,6 +9,11 @@ from fedloom.refining.mutual import Party as Party
 from fedloom.refining.mutual import mutual as mutual
 from fedloom.refining.offers import Log as Log
 from fedloom.refining.offers import decide as decide
+from fedloom.refining.private import Reworded as Reworded
+from fedloom.refining.private import check_private as check_private
+from fedloom.refining.private import marked as marked
+from fedloom.refining.private import reworded as reworded
+from fedloom.refining.private import reworded_text as reworded_text
 from fedloom.refining.receipt import Receipt as Receipt
 from fedloom.refining.receipt import SourceReceipt as SourceReceipt
 from fedloom.refining.refine import Answer as Answer

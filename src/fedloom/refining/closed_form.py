@@ -22,7 +22,7 @@ is not a small error in the answer: ``directions`` says which errors are seen by
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -36,14 +36,20 @@ from fedloom.adapters.projectors import SmallProjector
 from fedloom.errors import Refusal
 from fedloom.refining.hearing import Party, Shelf
 from fedloom.refining.lessons import Encoded
-from fedloom.rules.solving import solve
+from fedloom.rules.fuser_maps import (
+    Build,
+    Floats,
+    arrays_of,
+    grams_of,
+    solve_maps,
+    told_of,
+    written,
+)
 from fedloom.rules.statistics import Gram
 from fedloom.slices.geometry import Geometry
 from fedloom.slices.slice import CacheSlice
 
-Floats = NDArray[np.float64]
 _ROWS = 2048  # tokens that are summed at a time
-_LEAST = 1e-6  # of a scale: a feature that never moves says nothing
 
 
 def solvable(config: FuserConfig | None = None, receiver: Geometry | None = None) -> FuserConfig:
@@ -71,6 +77,19 @@ def solvable(config: FuserConfig | None = None, receiver: Geometry | None = None
     return replace(told, sink="none")
 
 
+def build_of(fuser: CacheFuser) -> Build:
+    """Describe a fuser to those who add sums for it."""
+    return Build(
+        sender=fuser.sender.to_json(),
+        receiver=fuser.receiver.to_json(),
+        config=asdict(fuser.config),
+        sources=fuser.sources,
+        sender_width=fuser.sender.width,
+        receiver_width=fuser.receiver.width,
+        numbers={name: float(x) for name, x in fuser.state_dict().items() if not x.ndim},
+    )
+
+
 @dataclass(frozen=True, eq=False)
 class FuserSums:
     """Receiver layer -> sums over aligned tokens; the constant is the last feature."""
@@ -89,17 +108,12 @@ class FuserSums:
 
     def arrays(self) -> dict[str, NDArray[np.float64]]:
         """Return what travels; ``tokens`` is the message's weight."""
-        named = ((f"{n}.{k}", x) for n, g in self.grams.items() for k, x in g.arrays().items())
-        return dict(named)
+        return arrays_of(self.grams)
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, NDArray[Any]], tokens: int) -> FuserSums:
         """Read what ``arrays`` returned."""
-        layers: dict[int, dict[str, NDArray[Any]]] = {}
-        for name, x in arrays.items():
-            layer, _, part = name.partition(".")
-            layers.setdefault(int(layer), {})[part] = x
-        return cls({n: Gram.from_arrays(parts, tokens) for n, parts in sorted(layers.items())})
+        return cls(grams_of(arrays, tokens))
 
 
 def fuser_sums(
@@ -169,21 +183,6 @@ def _summed(
     return made if total is None else total + made
 
 
-@dataclass(frozen=True, eq=False)
-class _Map:
-    """One layer's solution: ``y = mean_O + ((x - mean_I) / scale_I) @ down @ up``."""
-
-    mean_I: Floats
-    scale_I: Floats
-    mean_O: Floats
-    scale_O: Floats
-    down_IR: Floats
-    up_RO: Floats
-    explained: float
-    kept: float
-    """Share of the solution's (weighted) variance that the rank holds."""
-
-
 def solve_fuser(
     sums: FuserSums,
     sender: Geometry,
@@ -210,68 +209,10 @@ def solve_fuser(
             f"sums over {len(sums.grams)} layers for a fuser of {len(fuser.sources)}: make them"
             " with the same layer map"
         )
-    projector = cast(SmallProjector, fuser.projector)
-    rank = projector.down_NIR.shape[2]
-    found = {n: _solve(g, rank, ridge, (weights or {}).get(n)) for n, g in sums.grams.items()}
-    with torch.no_grad():
-        projector.block.out.weight.zero_()
-        for at, (n, layers) in enumerate(fuser.sources.items()):
-            made = found[n]
-            _write(projector.down_NIR[at], made.down_IR)
-            _write(projector.up_NRO[at], made.up_RO)
-            _place(fuser, "sender", layers, sender.width, made.mean_I, made.scale_I)
-            _place(fuser, "receiver", [n], receiver.width, made.mean_O, made.scale_O)
-    told = {
-        "explained": float(np.mean([m.explained for m in found.values()])),
-        "explained_least": float(min(m.explained for m in found.values())),
-        "rank_kept": float(np.mean([m.kept for m in found.values()])),
-    }
-    return fuser.eval().requires_grad_(False), told
-
-
-def _solve(gram: Gram, rank: int, ridge: float, weight: Floats | None) -> _Map:
-    """Centre and scale sums, solve by ridge, and cut to the rank (Izenman 1975)."""
-    n, whole, cross = gram.count, gram.dense(), gram.cross
-    mean_I, mean_O = whole[-1, :-1] / n, cross[-1] / n
-    spread = whole[:-1, :-1] - n * np.outer(mean_I, mean_I)
-    scale_I = np.sqrt(np.clip(np.diag(spread) / n, _LEAST**2, None))
-    square = spread / np.outer(scale_I, scale_I)
-    moved = (cross[:-1] - n * np.outer(mean_I, mean_O)) / scale_I[:, None]
-    centred = Gram(
-        square[np.triu_indices(len(square))],
-        moved,
-        max(gram.squares - n * float(mean_O @ mean_O), 0.0),
-        n,
-    )
-    fast = solve(centred, alpha=None, ridge=max(ridge, _LEAST) * n)
-    said = fast.weights.T @ square @ fast.weights / n  # covariance of what is predicted
-    scale_O = np.sqrt(np.clip(np.diag(said), _LEAST**2, None))
-    metric = np.diag(1 / scale_O) if weight is None else weight
-    values, vectors = np.linalg.eigh(metric.T @ said @ metric)
-    order = np.argsort(values)[::-1][:rank]
-    size = np.sqrt(np.clip(values[order], _LEAST**2, None))  # so that the middle has variance one
-    down = fast.weights @ metric @ vectors[:, order] / size
-    up = size[:, None] * (vectors[:, order].T @ np.linalg.inv(metric)) / scale_O
-    kept = float(np.clip(values[order], 0, None).sum() / max(values.sum(), _LEAST**2))
-    return _Map(mean_I, scale_I, mean_O, scale_O, down, up, fast.explained, kept)
-
-
-def _write(into: Tensor, x: Floats) -> None:
-    """Write a matrix into the corner of one that may be larger; the rest is silent."""
-    into.zero_()
-    into[: x.shape[0], : x.shape[1]] = torch.from_numpy(x).to(into)
-
-
-def _place(
-    fuser: CacheFuser, side: str, layers: Sequence[int], width: int, mean: Floats, scale: Floats
-) -> None:
-    """Put means and scales where the fuser looks for them: keys of all layers come first."""
-    for what, x in (("mean", mean), ("scale", scale)):
-        buffer = cast(Tensor, getattr(fuser, f"{side}_{what}"))
-        keys, values = x.reshape(2, len(layers), width)
-        for at, layer in enumerate(layers):
-            both = np.concatenate((keys[at], values[at]))
-            buffer[layer] = torch.from_numpy(both).to(buffer)
+    rank = cast(SmallProjector, fuser.projector).down_NIR.shape[2]
+    found = solve_maps(sums.grams, rank, ridge=ridge, weights=weights)
+    fuser.load(written(fuser.arrays(), found, fuser.sources))
+    return fuser.eval().requires_grad_(False), told_of(found)
 
 
 @torch.no_grad()

@@ -84,6 +84,9 @@ class Receipt:
         Of the receiver.
     selection : dict, optional
         What was looked at when senders were chosen, and who was left for what reason.
+    rephrasing : dict, optional
+        In private mode: whether the question was ``rephrased``, after how many ``retries``, or
+        stayed at home (``standalone``), and how many entities were ``removed``.
     """
 
     mode: str
@@ -94,6 +97,7 @@ class Receipt:
     prompt_tokens: int = 0
     new_tokens: int = 0
     selection: dict[str, Any] | None = None
+    rephrasing: dict[str, Any] | None = None
 
     @property
     def bytes(self) -> int:
