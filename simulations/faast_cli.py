@@ -271,7 +271,8 @@ def _write(
     from fedloom.rules.solving import solve
 
     if choice is not None:
-        alpha, r = choice.best.alpha if alpha is None else alpha, choice.best.r if r is None else r
+        best = choice.best if r is None else choice.at(r)
+        alpha, r = best.alpha, best.r  # one that was given is the only one that was tried
     alpha, r = 1.0 if alpha is None else alpha, SHARE if r is None else r
     fast = solve(gram, alpha=alpha)
     memory.detach()

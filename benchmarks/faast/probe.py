@@ -5,6 +5,10 @@ Run as ``python benchmarks/faast/probe.py``; the last line printed is one JSON o
 get the same cached keys; encoding is reported apart.  Each reader that has something to choose
 chooses it on the same validation rows (a fifth of the support), then fits on all of the support;
 its seconds include choosing.  Test items are distinct and in no support.
+
+The headline is one reader's, named beforehand for all sets: ``FaastClassifier(ridge="auto")``,
+which has FAAST's filters and plain ridges to choose from and chooses on the validation rows.  The
+filter alone has its row in each table.
 """
 
 from __future__ import annotations
@@ -45,6 +49,7 @@ FEW_CS = (0.1, 1.0, 10.0, 100.0, 1000.0)  # for who knows that keys have length 
 SHARPNESS = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 SLOW = 10.0  # seconds of a fit that is not done again to count its bytes
 MARGIN = 0.005  # what "at the probe's accuracy" allows
+OURS = "FAAST, ridge too"  # whose figures the headline has, whatever the test rows say
 
 Keys = NDArray[np.float32]
 Labels = NDArray[np.int64]
@@ -321,27 +326,25 @@ def show(
 
 
 def headline(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Compare with the tuned probe; FAAST with ridges stands in where the filter alone is below."""
-    probe = found["logistic, tuned"]
-    few = found.get("logistic, five Cs", probe)
-    folds = found.get("logistic, five folds", probe)
-    best = max(probe["accuracy"], few["accuracy"], folds["accuracy"])
-    ours, reader = found["FAAST"], "FAAST"
-    if (
-        found["FAAST, ridge too"]["accuracy"] > ours["accuracy"]
-        and ours["accuracy"] < best - MARGIN
-    ):
-        ours, reader = found["FAAST, ridge too"], "FAAST, ridge too"
+    """Compare one reader with the tuned probe; None stands for what was not run."""
+    probe, ours = found["logistic, tuned"], found[OURS]
+    tuned = ("logistic, tuned", "logistic, five Cs", "logistic, five folds")
+    best = max(found[name]["accuracy"] for name in tuned if name in found)
+
+    def times(name: str) -> float | None:
+        return round(found[name]["seconds"] / ours["seconds"], 1) if name in found else None
+
+    stored = round(ours["bytes"] / found["kNN"]["bytes"], 5) if "kNN" in found else None
     return {
-        "reader": reader,
+        "reader": OURS,
         "accuracy": round(ours["accuracy"], 4),
         "probe_accuracy": round(best, 4),
         "within_margin": bool(ours["accuracy"] >= best - MARGIN),
         "speedup_vs_probe": round(probe["seconds"] / ours["seconds"], 1),
-        "speedup_vs_probe_of_five_cs": round(few["seconds"] / ours["seconds"], 1),
-        "speedup_vs_logistic_cv": round(folds["seconds"] / ours["seconds"], 1),
-        "speedup_vs_one_fit": round(found["logistic, one C"]["seconds"] / ours["seconds"], 1),
-        "stored_bytes_vs_knn": round(ours["bytes"] / found["kNN"]["bytes"], 5),
+        "speedup_vs_probe_of_five_cs": times("logistic, five Cs"),
+        "speedup_vs_logistic_cv": times("logistic, five folds"),
+        "speedup_vs_one_fit": times("logistic, one C"),
+        "stored_bytes_vs_knn": stored,
     }
 
 
@@ -354,6 +357,8 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=None, help="items of a set; 0 for all")
     parser.add_argument("--without", nargs="*", default=[], choices=list(READERS))
     told = parser.parse_args()
+    if {OURS, "logistic, tuned"} & set(told.without):
+        parser.error(f'"{OURS}" and "logistic, tuned" are what is compared: expected others')
     warnings.simplefilter("ignore", ConvergenceWarning)
     print(
         f"Python {platform.python_version()}, numpy {np.__version__}, sklearn {sklearn.__version__}"
@@ -373,11 +378,12 @@ def main() -> None:
             if not shots:
                 made[name] = headline(found) | {"encoding_seconds": round(data.encoding_seconds, 1)}
     held = [row for row in made.values() if row["within_margin"]]
+    stored = [row["stored_bytes_vs_knn"] for row in held if row["stored_bytes_vs_knn"] is not None]
     print(
         json.dumps(
             {
                 "speedup_vs_probe": min((row["speedup_vs_probe"] for row in held), default=None),
-                "stored_bytes_vs_knn": max((r["stored_bytes_vs_knn"] for r in held), default=None),
+                "stored_bytes_vs_knn": max(stored, default=None),
                 "sets_within_margin": [n for n, row in made.items() if row["within_margin"]],
                 "sets_below": [n for n, row in made.items() if not row["within_margin"]],
                 "sets": made,

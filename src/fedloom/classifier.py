@@ -8,7 +8,7 @@ are label embeddings or one-hot.  There is nothing to iterate: sums, one factori
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -18,36 +18,27 @@ from sklearn.utils import check_random_state, column_or_1d
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
+from fedloom import quick_solve
 from fedloom.errors import Refusal
-from fedloom.rules.solving import Factorisation, FastWeights, floor
+from fedloom.grids import (
+    ALPHA,
+    ALPHAS,
+    CLIP_SCALE,
+    PRIOR,
+    PRIORS,
+    RIDGES,
+    SCALE,
+    Choice,
+    HeldOut,
+    Reader,
+    log_softmax,
+)
+from fedloom.quick_solve import Rows, Sums
+from fedloom.rules.paper_bank import PaperBank
+from fedloom.rules.solving import Factorisation, floor, tolerance
 from fedloom.rules.statistics import Gram
 
 Matrix = NDArray[np.float64]
-
-ALPHA = 0.8
-"""Where no row can be spared for validation; the released code's for classification."""
-PRIOR = 400.0
-"""The same for the weight of the zero-shot head; the released code's for CIFAR-10."""
-ALPHAS = tuple(np.linspace(0.2, 2.0, 19).round(2).tolist())
-RIDGES = tuple((10.0 ** np.arange(-4.0, 2.5, 0.5)).tolist())
-"""Shares of the mean eigenvalue of ``K'K``."""
-PRIORS = (0.0, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
-"""Times the number of rows: from no zero-shot head to almost nothing else."""
-SCALES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
-_SCALE, _CLIP_SCALE = 10.0, 100.0
-"""Of one-hot scores, and of cosines as CLIP has it, where no validation split tells."""
-_ROWS = 1 << 16
-
-
-@dataclasses.dataclass(frozen=True)
-class _Choice:
-    """What a validation split decides; everything else is closed form."""
-
-    alpha: float | None = ALPHA
-    ridge: float = 0.0
-    """Share of the mean eigenvalue, so that it means the same for more rows."""
-    prior: float = 0.0
-    scale: float = _SCALE
 
 
 class FaastClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
@@ -77,6 +68,13 @@ class FaastClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         Of each class's rows, the share on which "auto" chooses; all rows are in the final fit.
     random_state : int, RandomState or None
         Draws the validation split.
+    mode : "exact" or "paper"
+        "paper" is the paper's Eq. 14, a running mean of the solutions of chunks, and **inexact**:
+        it is here to be compared with.  It keeps up to 65,536 rows, solves the oldest 8192 when
+        there are more, and mixes the rest in for reading; no ridge, and no row can be forgotten.
+    discount : float
+        gamma of Eq. 14: what a row counts for after another chunk; 1 in the paper's tests, 0.9 in
+        its training.  For ``mode="paper"`` alone.
 
     Attributes
     ----------
@@ -84,8 +82,8 @@ class FaastClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         Sums over all rows that are in, with one-hot values.
     weights_ : array of shape (d, p)
         ``W``, and all that a reader needs to keep.
-    rank_ : int
-        Directions of the features that were kept.
+    rank_ : int or None
+        Directions of the features that were kept; None for ``mode="paper"``, where chunks differ.
     explained_ : float
         ``1 - ||K W - V||^2 / ||V||^2`` over the rows.
     alpha_, ridge_, prior_, scale_ : float
@@ -103,8 +101,8 @@ class FaastClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     (['cat', 'cat', 'dog'], 4)
     """
 
-    gram_: Gram
     weights_: Matrix
+    rank_: int | None
     classes_: NDArray[Any]
     class_counts_: NDArray[np.int64]
 
@@ -118,10 +116,12 @@ class FaastClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         intercept: bool = False,
         validation_share: float = 0.2,
         random_state: Any = 0,
+        mode: str = "exact",
+        discount: float = 1.0,
     ) -> None:
         self.alpha, self.ridge, self.values, self.prior = alpha, ridge, values, prior
         self.intercept, self.validation_share = intercept, validation_share
-        self.random_state = random_state
+        self.random_state, self.mode, self.discount = random_state, mode, discount
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> FaastClassifier:
         """Sum, choose what is "auto", factorise and solve."""
@@ -137,7 +137,7 @@ class FaastClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         What is "auto" is chosen on the first rows and stays.  All classes must be named at
         the first call if some come later.
         """
-        if not hasattr(self, "gram_"):
+        if not hasattr(self, "_sums"):
             keys, labels = self._start(X, y, classes)
             self._begin(keys, labels)
             return self
@@ -147,16 +147,25 @@ class FaastClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     def forget(self, X: ArrayLike, y: ArrayLike) -> FaastClassifier:
         """Take rows out that were put in; the weights are those of a fit without them.
 
-        What was chosen on a validation split stays as it is.
+        What was chosen on a validation split stays as it is.  Sums keep the rounding of all that
+        was ever in them, ``eps`` times the largest trace: directions below it are dropped, and the
+        weights are as exact as that is small beside the smallest eigenvalue kept.
 
         Raises
         ------
         Refusal
-            If so many rows of a class never came in, or none would be left.
+            If so many rows of a class never came in, none would be left, or the mode is "paper".
         """
         check_is_fitted(self)
+        if self.mode == "paper":
+            raise Refusal('mode "paper" mixes solutions and cannot forget a row: take mode "exact"')
         self._change(X, y, -1)
         return self
+
+    @property
+    def gram_(self) -> Gram:
+        """Sums over all rows that are in, packed."""
+        return self._sums.gram()
 
     def decision_function(self, X: ArrayLike) -> Matrix:
         """Score rows ``(n, C)``, or ``(n,)`` as second class over first if there are two."""
@@ -171,119 +180,132 @@ class FaastClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     def predict_proba(self, X: ArrayLike) -> Matrix:
         """Return a softmax of the scores ``(n, C)``; sharpened on the validation split."""
         scores = self._scores(X)
-        return np.exp(_log_softmax(self.scale_ * scores))
+        return np.exp(log_softmax(self.scale_ * scores))
 
-    def _start(self, X: ArrayLike, y: ArrayLike, classes: Any) -> tuple[Matrix, NDArray[np.intp]]:
+    def _start(self, X: ArrayLike, y: ArrayLike, classes: Any) -> tuple[Matrix, Rows]:
         """Check first rows and learn the classes."""
         self._check_parameters()
         keys, labels = validate_data(self, X, y, dtype=[np.float64, np.float32])
         check_classification_targets(labels)
         self.classes_ = np.unique(labels if classes is None else np.asarray(classes))
-        self._table = self._read_values(keys.shape[1])
+        self._reader = Reader(self._read_values(keys.shape[1]))
         return self._extended(keys), self._indices(labels)
 
-    def _begin(self, keys: Matrix, labels: NDArray[np.intp]) -> None:
+    def _begin(self, keys: Matrix, labels: Rows) -> None:
         held_out = self._held_out(labels)
         classes = len(self.classes_)
-        summed, labelled = keys[~held_out], labels[~held_out]
-        self.gram_ = _sum(summed, labelled, classes)
+        fitted, held = np.flatnonzero(~held_out), np.flatnonzero(held_out)
+        self._sums = Sums.of(keys, labels, classes, fitted)
         self._choice = self._given()
-        if held_out.any():
-            self._choice = self._choose(
-                _factorise(self.gram_, summed, labelled),
-                np.bincount(labelled, minlength=classes),
-                keys[held_out],
-                labels[held_out],
-            )
-            self.gram_ += _sum(keys[held_out], labels[held_out], classes)
+        if len(held):
+            self._choice = self._choose(keys, labels, fitted, HeldOut(keys, labels, held))
+            self._sums += Sums.of(keys, labels, classes, held)
         self.class_counts_ = np.bincount(labels, minlength=classes)
-        self._finish(_factorise(self.gram_, keys, labels))
+        if self.mode == "paper":
+            self._bank = PaperBank(cast(float, self._choice.alpha), discount=self.discount)
+            self._bank.add(np.array(keys, np.float64), np.eye(classes)[labels])
+            self._mix()
+        else:
+            self._finish(_dual(keys, labels, classes) if len(keys) <= keys.shape[1] else None)
 
     def _change(self, X: ArrayLike, y: ArrayLike, sign: int) -> None:
         keys, labels = validate_data(self, X, y, dtype=[np.float64, np.float32], reset=False)
         check_classification_targets(labels)
-        indices = self._indices(labels)
-        counts = self.class_counts_ + sign * np.bincount(indices, minlength=len(self.classes_))
+        indices, classes = self._indices(labels), len(self.classes_)
+        counts = self.class_counts_ + sign * np.bincount(indices, minlength=classes)
         if (counts < 0).any() or not counts.any():
             raise Refusal(
                 f"forgetting {len(labels)} rows leaves {counts.tolist()} rows by class: expected"
                 " rows that were put in, and some others to stay"
             )
-        change = _sum(self._extended(keys), indices, len(self.classes_))
-        self.gram_ = self.gram_ + change if sign > 0 else self.gram_ - change
+        keys = self._extended(keys)
+        change = Sums.of(keys, indices, classes, np.arange(len(keys)))
+        self._sums = self._sums + change if sign > 0 else self._sums - change
         self.class_counts_ = counts
-        self._finish(Factorisation.of(self.gram_))
+        if self.mode == "paper":
+            self._bank.add(np.array(keys, np.float64), np.eye(classes)[indices])
+            self._mix()
+        else:
+            self._finish(None)
 
-    def _finish(self, factorised: Factorisation) -> None:
-        """Solve with what was chosen, and tell about it."""
-        choice = self._choice
-        ridge = choice.ridge * self.gram_.trace() / self.gram_.keys
-        embedded = self._embedded(factorised, self.class_counts_)
-        found = embedded.solve(alpha=choice.alpha, ridge=ridge)
-        self.weights_, self.rank_, self.explained_ = found.weights, found.rank, found.explained
-        self.alpha_, self.ridge_ = choice.alpha, ridge
-        self.prior_, self.scale_ = choice.prior, choice.scale
+    def _finish(self, dual: Factorisation | None) -> None:
+        """Solve with what was chosen, from few rows if they are at hand, and tell about it."""
+        alpha, ridge = self._choice.alpha, self._choice.ridge * self._mean_eigenvalue()
+        if dual is None:
+            weights, self.rank_ = quick_solve.solve(self._sums, alpha=alpha, ridge=ridge)
+        else:
+            found = dual.solve(alpha=alpha, ridge=ridge)
+            weights, self.rank_ = found.weights, found.rank
+        self._tell(weights, ridge)
+        # 2 tr W'K'V - tr W'K'KW, as (K'K + ridge I) W = K'V in the kept directions.
+        cross = self._reader.embedded(self._sums.cross)
+        gained = np.vdot(self.weights_, cross) + ridge * np.vdot(self.weights_, self.weights_)
+        self.explained_ = float(gained) / self._squares()
 
-    def _choose(
-        self,
-        factorised: Factorisation,
-        counts: NDArray[np.int64],
-        keys: Matrix,
-        labels: NDArray[np.intp],
-    ) -> _Choice:
-        """Sweep filters, ridges and priors from one factorisation; most right answers win.
+    def _mix(self) -> None:
+        """Read the paper's bank."""
+        self.rank_ = None
+        self._tell(self._bank.weights(), 0.0)
+        cross = self._reader.embedded(self._sums.cross)
+        gained = np.vdot(self.weights_, 2.0 * cross - self._sums.times(self.weights_))
+        self.explained_ = float(gained) / self._squares()
 
-        Ties go to the lower log-loss, so that the choice does not hang on one row.
-        """
-        embedded = self._embedded(factorised, counts)
-        keys = np.asarray(keys, np.float64)  # once, and not in each product
-        best, lowest = self._given(), (np.inf, np.inf)
-        for choice, found in self._candidates(embedded, len(labels)):
-            fast = keys @ found.weights
-            for prior in self._priors(embedded.count):
-                scores = self._compare(self._mixed(keys, fast, embedded.count, prior))
-                wrong = float((scores.argmax(axis=1) != labels).mean())
-                if wrong > lowest[0]:
-                    continue
-                loss, scale = min((_log_loss(s * scores, labels), s) for s in SCALES)
-                if (wrong, loss) < lowest:
-                    lowest = wrong, loss
-                    best = dataclasses.replace(choice, prior=prior, scale=scale)
-        return best
+    def _tell(self, weights: Matrix, ridge: float) -> None:
+        self.weights_ = self._reader.embedded(weights)
+        self.alpha_, self.ridge_ = self._choice.alpha, ridge
+        self.prior_, self.scale_ = self._choice.prior, self._choice.scale
 
-    def _candidates(
-        self, embedded: Factorisation, held_out: int
-    ) -> Iterator[tuple[_Choice, FastWeights]]:
-        given, mean = self._given(), float((embedded.sigma**2).sum()) / len(embedded.basis)
-        alphas: Sequence[float | None] = (given.alpha,)
-        if self.alpha == "auto":
-            lowest = floor(len(embedded.sigma))
-            count = embedded.count + held_out  # of the final fit
-            alphas = [a for a in ALPHAS if count**-a >= lowest] or [None]
-        if self.ridge == "auto":
-            for share in RIDGES:
-                found = embedded.solve(alpha=None, ridge=share * mean)
-                yield dataclasses.replace(given, alpha=None, ridge=share), found
-        rank = 0
-        for alpha in alphas:
-            found = embedded.solve(alpha=alpha, ridge=given.ridge * mean)
-            if found.rank > rank:  # another alpha with the same directions is the same solution
-                rank = found.rank
-                yield dataclasses.replace(given, alpha=alpha), found
+    def _squares(self) -> float:
+        """Return ``||V||^2`` over the rows."""
+        table = self._reader.table
+        each = np.ones(len(self.classes_)) if table is None else (table**2).sum(axis=1)
+        return float(self.class_counts_ @ each)
+
+    def _mean_eigenvalue(self) -> float:
+        return self._sums.trace / len(self._sums.square)
+
+    def _choose(self, keys: Matrix, labels: Rows, fitted: Rows, held: HeldOut) -> Choice:
+        """Sweep filters, ridges and priors from one factorisation of the sums so far."""
+        classes, width, count = len(self.classes_), keys.shape[1], len(fitted)
+        source = (
+            _dual(keys[fitted], labels[fitted], classes)
+            if count <= width
+            else quick_solve.factorised(self._sums)
+        )
+        given, mean = self._given(), self._mean_eigenvalue()
+        ridge, shares = given.ridge * mean, RIDGES if self.ridge == "auto" else ()
+        sizes: list[int] = []
+        choices = [dataclasses.replace(given, alpha=None, ridge=share) for share in shares]
+        for alpha in self._alphas(len(source.sigma), len(labels)):
+            cut, _ = tolerance(count, len(source.sigma), alpha, ridge=ridge)
+            size = int((source.sigma > cut * source.sigma[0]).sum())
+            if size > max(sizes, default=0):  # the same directions are the same solution
+                sizes.append(size)
+                choices.append(dataclasses.replace(given, alpha=alpha))
+        if not choices:
+            return given
+        weights = quick_solve.solutions(source, [s * mean for s in shares], sizes, ridge)
+        place, prior, scale = held.best(self._reader, weights, self._priors(count), count)
+        return dataclasses.replace(choices[place], prior=prior, scale=scale)
+
+    def _alphas(self, directions: int, count: int) -> Sequence[float | None]:
+        if self.alpha != "auto":
+            return [self._given().alpha]
+        return [a for a in ALPHAS if count**-a >= floor(directions)] or [None]
 
     def _priors(self, count: float) -> Sequence[float]:
         return [p * count for p in PRIORS] if self.prior == "auto" else [self._given().prior]
 
-    def _given(self) -> _Choice:
+    def _given(self) -> Choice:
         """Read the parameters, with the released code's numbers where they say "auto"."""
-        return _Choice(
+        return Choice(
             ALPHA if self.alpha == "auto" else cast("float | None", self.alpha),
             0.0 if self.ridge == "auto" else float(self.ridge),
             PRIOR if self.prior == "auto" else float(self.prior),
-            _SCALE if self._table is None else _CLIP_SCALE,
+            SCALE if self._reader.table is None else CLIP_SCALE,
         )
 
-    def _held_out(self, labels: NDArray[np.intp]) -> NDArray[np.bool_]:
+    def _held_out(self, labels: Rows) -> NDArray[np.bool_]:
         """Draw a share of each class that has a row to spare; at least one of those."""
         held_out = np.zeros(len(labels), bool)
         if "auto" not in [x for x in (self.alpha, self.ridge, self.prior) if isinstance(x, str)]:
@@ -298,37 +320,14 @@ class FaastClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     def _scores(self, X: ArrayLike) -> Matrix:
         check_is_fitted(self)
         keys = self._extended(validate_data(self, X, dtype=[np.float64, np.float32], reset=False))
-        return self._compare(self._mixed(keys, keys @ self.weights_, self.gram_.count, self.prior_))
-
-    def _mixed(self, keys: Matrix, fast: Matrix, count: float, prior: float) -> Matrix:
-        """Mix with the zero-shot head, in the embeddings' space."""
-        if not prior:
-            return fast
-        share = count / (count + prior)
-        return (1.0 - share) * keys[:, : fast.shape[1]] + share * fast
-
-    def _compare(self, read: Matrix) -> Matrix:
-        """Score what was read ``(n, p)`` by class: cosines with the embeddings, if any."""
-        if self._table is None:
-            return read
-        lengths = np.linalg.norm(read, axis=1, keepdims=True)
-        table = self._table / np.linalg.norm(self._table, axis=1, keepdims=True)
-        return cast(Matrix, read / np.maximum(lengths, 1e-300) @ table.T)
-
-    def _embedded(self, factorised: Factorisation, counts: NDArray[np.int64]) -> Factorisation:
-        """Put the embeddings in the place of one-hot values: ``K'(Y E) = (K'Y) E``."""
-        if self._table is None:
-            return factorised
-        squares = float(counts @ (self._table**2).sum(axis=1))
-        projected = factorised.projected @ self._table
-        return dataclasses.replace(factorised, projected=projected, squares=squares)
+        return self._reader.scores(keys, keys @ self.weights_, self._sums.count, self.prior_)
 
     def _extended(self, keys: Matrix) -> Matrix:
         if not self.intercept:
             return keys
         return np.concatenate([keys, np.ones((len(keys), 1), keys.dtype)], axis=1)
 
-    def _indices(self, labels: ArrayLike) -> NDArray[np.intp]:
+    def _indices(self, labels: ArrayLike) -> Rows:
         labels = column_or_1d(labels)
         indices = np.searchsorted(self.classes_, labels)
         known = self.classes_[np.minimum(indices, len(self.classes_) - 1)] == labels
@@ -368,33 +367,22 @@ class FaastClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
                 raise Refusal(f'{name} {told}: expected a number from 0 or "auto"')
         if not 0 < self.validation_share < 1:
             raise Refusal(f"validation_share {self.validation_share}: expected 0 to 1")
+        if self.mode not in ("exact", "paper"):
+            raise Refusal(f'mode {self.mode}: expected "exact" or "paper"')
+        if self.mode == "paper" and (self.ridge != 0 or self.alpha is None):
+            raise Refusal(
+                f'mode "paper" with alpha {self.alpha} and ridge {self.ridge}: expected a filter'
+                " and no ridge"
+            )
+        if not 0 <= self.discount <= 1:
+            raise Refusal(f"discount {self.discount}: expected 0 to 1")
 
 
-def _sum(keys: Matrix, labels: NDArray[np.intp], classes: int) -> Gram:
-    """Sum over rows with one-hot values, which are never all in memory."""
-    total, one_hot = Gram.zero(keys.shape[1], classes), np.eye(classes)
-    for start in range(0, len(keys), _ROWS):
-        rows = slice(start, start + _ROWS)
-        total += Gram.of(keys[rows], one_hot[labels[rows]])
-    return total
-
-
-def _factorise(gram: Gram, keys: Matrix, labels: NDArray[np.intp]) -> Factorisation:
-    """Factorise the smaller of ``K'K`` (d x d) and ``K K'`` (n x n)."""
-    if len(keys) > gram.keys or gram.count != len(keys):
-        return Factorisation.of(gram)
+def _dual(keys: Matrix, labels: Rows, classes: int) -> Factorisation:
+    """Factorise ``K K'`` (n x n), which is the smaller where rows are few."""
     k = np.asarray(keys, np.float64)
     eigen, vectors = np.linalg.eigh(k @ k.T)
     sigma, left = np.sqrt(np.clip(eigen[::-1], 0.0, None)), vectors[:, ::-1]
     safe = np.where(sigma > 0, sigma, 1.0)  # what is divided by 1 instead is filtered out
-    projected = sigma[:, None] * (left.T @ np.eye(gram.values)[labels])
-    return Factorisation(sigma, k.T @ left / safe, projected, gram.squares, gram.count)
-
-
-def _log_softmax(scores: Matrix) -> Matrix:
-    shifted = scores - scores.max(axis=1, keepdims=True)
-    return cast(Matrix, shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True)))
-
-
-def _log_loss(scores: Matrix, labels: NDArray[np.intp]) -> float:
-    return float(-_log_softmax(scores)[np.arange(len(labels)), labels].mean())
+    projected = sigma[:, None] * (left.T @ np.eye(classes)[labels])
+    return Factorisation(sigma, k.T @ left / safe, projected, float(len(k)), len(k))

@@ -74,6 +74,19 @@ def test_compile_chooses_on_what_it_holds_out(compiled):
     assert hung_on(load_base("tiny:llama").model) is None
 
 
+def test_a_given_share_gets_the_alpha_that_is_best_with_it(tmp_path, text, capsys):
+    """Also where no memory is better still: what was asked for is a memory with this share."""
+    numbers, out = tmp_path / "numbers.txt", str(tmp_path / "given.safetensors")
+    numbers.write_text(" ".join(str(i * i % 97) for i in range(600)))
+    support = ("--text", str(numbers), "--validate", text, "--out", out, "--length", "64")
+    said = json.loads(told(capsys, "compile", *support, "--r", "0.97").out)
+    curve = said["validation_perplexity"]
+    assert min(curve.values()) > said["validation_base_perplexity"]
+    assert list(curve.values()).index(min(curve.values())) > 0  # not the first, the base's alpha
+    assert f"alpha {said['alpha']:g}, r 0.97" == min(curve, key=curve.__getitem__)
+    assert read_manifest(Path(out)).alpha == said["alpha"]
+
+
 def test_evaluate_is_perplexity_with_and_without(compiled, text, capsys):
     path, said = compiled
     found = json.loads(told(capsys, "evaluate", "--memory", path, "--text", text).out)

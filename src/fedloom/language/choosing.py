@@ -139,6 +139,19 @@ class Choice:
     curve: tuple[Point, ...]
     """Each alpha with each share, in this order."""
 
+    def at(self, r: float) -> Point:
+        """Return the best of the curve with this share, also where the base is better than all.
+
+        Raises
+        ------
+        ValueError
+            If the share was not tried.
+        """
+        tried = [point for point in self.curve if point.r == r]
+        if not tried:
+            raise ValueError(f"r = {r} was not tried: expected one of the curve's shares")
+        return min(tried, key=_finite)
+
 
 def validate_r(
     gram: Gram,
@@ -169,5 +182,8 @@ def validate_r(
         for r, nats in zip(tried, row, strict=True)
     ]
     base = Point(alphas[0], 0.0, reading.nats(None, 0.0).mean().item())
-    best = min((base, *curve), key=lambda p: p.nats if math.isfinite(p.nats) else math.inf)
-    return Choice(best, base, tuple(curve))
+    return Choice(min((base, *curve), key=_finite), base, tuple(curve))
+
+
+def _finite(point: Point) -> float:
+    return point.nats if math.isfinite(point.nats) else math.inf

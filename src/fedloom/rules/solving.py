@@ -51,6 +51,36 @@ def floor(keys: int) -> float:
     return math.sqrt(keys * float(np.finfo(np.float64).eps))
 
 
+def tolerance(
+    count: float, keys: int, alpha: float | None, *, ridge: float = 0.0, shrunk: float = 1.0
+) -> tuple[float, bool]:
+    """Return the relative tolerance on singular values, and whether it was raised to the floor.
+
+    Parameters
+    ----------
+    shrunk : float
+        The largest trace before rows were taken out, over the largest eigenvalue now: what was
+        rounding beside the one passes for directions beside the other.
+
+    Warns
+    -----
+    BelowFloorWarning
+        If it was raised.
+    """
+    lowest = 0.0 if ridge else floor(keys) * math.sqrt(max(shrunk, 1.0))
+    asked = 0.0 if alpha is None else count**-alpha
+    floored = alpha is not None and asked < lowest
+    if floored:
+        warnings.warn(
+            f"a tolerance of N^-alpha = {asked:.2g} is below {lowest:.2g}, the smallest that"
+            f" float64 sums of {keys} keys can hold: that one is used; take a"
+            " smaller alpha, or triangles in place of sums",
+            BelowFloorWarning,
+            stacklevel=3,
+        )
+    return max(asked, lowest), floored
+
+
 @dataclass(frozen=True, eq=False)
 class Factorisation:
     """Eigenvalues and eigenvectors of one Gram; every solution from it costs a product."""
@@ -63,6 +93,8 @@ class Factorisation:
     """``basis' K'V``: ``[d, p]``."""
     squares: float
     count: float
+    before: float = 0.0
+    """As in the Gram: the largest trace from which rows were taken out."""
 
     @classmethod
     def of(cls, gram: Gram) -> Factorisation:
@@ -78,7 +110,8 @@ class Factorisation:
         values, vectors = np.linalg.eigh(gram.dense())
         sigma = np.sqrt(np.clip(values[::-1], 0.0, None))  # rounding makes zeros negative
         basis = np.ascontiguousarray(vectors[:, ::-1])
-        return cls(sigma, basis, basis.T @ gram.cross, gram.squares, gram.count)
+        projected = basis.T @ gram.cross
+        return cls(sigma, basis, projected, gram.squares, gram.count, gram.before)
 
     def solve(
         self, *, alpha: float | None = 1.0, ridge: float = 0.0, rank: int | None = None
@@ -104,18 +137,15 @@ class Factorisation:
             raise ValueError(
                 f"alpha {alpha}, ridge {ridge}, rank {rank}: expected none below 0 and a rank of 1"
             )
-        lowest = floor(len(self.sigma)) if ridge == 0.0 else 0.0
-        asked = 0.0 if alpha is None else self.count**-alpha
-        floored = alpha is not None and asked < lowest
-        if floored:
-            warnings.warn(
-                f"a tolerance of N^-alpha = {asked:.2g} is below {lowest:.2g}, the smallest that"
-                f" float64 sums of {len(self.sigma)} keys can hold: that one is used; take a"
-                " smaller alpha, or triangles in place of sums",
-                BelowFloorWarning,
-                stacklevel=2,
-            )
-        return self._filtered(max(asked, lowest), ridge, rank, floored)
+        largest = float(self.sigma[0]) ** 2
+        cut, floored = tolerance(
+            self.count,
+            len(self.sigma),
+            alpha,
+            ridge=ridge,
+            shrunk=self.before / largest if largest else 1.0,
+        )
+        return self._filtered(cut, ridge, rank, floored)
 
     def _filtered(
         self, tolerance: float, ridge: float, rank: int | None, floored: bool

@@ -47,6 +47,8 @@ class Gram:
     """Sum of all squared entries of ``V``: what there is to explain."""
     count: float
     """Rows; a whole number unless the sums were discounted."""
+    before: float = 0.0
+    """Largest trace of ``K'K`` from which rows were taken out: its rounding stayed behind."""
 
     @classmethod
     def zero(cls, keys: int, values: int) -> Gram:
@@ -110,7 +112,7 @@ class Gram:
         return self._with(other, 1.0)
 
     def __sub__(self, other: Gram) -> Gram:
-        """Take rows out again; exact to rounding as long as they were in."""
+        """Take rows out again; exact if they were in, to the rounding of what was there before."""
         return self._with(other, -1.0)
 
     def _with(self, other: Gram, sign: float) -> Gram:
@@ -121,6 +123,7 @@ class Gram:
             self.cross + sign * other.cross,
             self.squares + sign * other.squares,
             self.count + (other.count if sign > 0 else -other.count),
+            max(self.before, other.before, self.trace() if sign < 0 else 0.0),
         )
 
     def discounted(self, factor: float) -> Gram:
@@ -132,7 +135,11 @@ class Gram:
         if not 0 <= factor <= 1:
             raise ValueError(f"a discount of {factor}: expected a factor from 0 to 1")
         return Gram(
-            factor * self.packed, factor * self.cross, factor * self.squares, factor * self.count
+            factor * self.packed,
+            factor * self.cross,
+            factor * self.squares,
+            factor * self.count,
+            factor * self.before,
         )
 
     def mapped(self, table: NDArray[Any]) -> Gram:
@@ -142,7 +149,8 @@ class Gram:
         them once.  How many rows each class has is not in the sums, so ``squares`` of the embedded
         values is not known: it becomes NaN.
         """
-        return Gram(self.packed, self.cross @ np.asarray(table, np.float64), np.nan, self.count)
+        cross = self.cross @ np.asarray(table, np.float64)
+        return Gram(self.packed, cross, np.nan, self.count, self.before)
 
     def arrays(self) -> dict[str, NDArray[np.float64]]:
         """Return what travels; ``count`` is the message's weight."""
