@@ -18,10 +18,10 @@ test: install lint  ## the quick tests
 	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile
 	$(BIN)/python -m pytest -p no:cacheprovider --doctest-modules --pyargs fedloom -q
 
-# Whole federations have both cores to themselves; what runs in one process shares them.
+# Federations of processes wait on Flower's polls for most of their time, so two run side by side.
 slow: install fetch  ## real runs on Ray and the real model
 	$(BIN)/python -m pytest -m slow -n 2 --dist loadfile --ignore tests/whole --ignore tests/on_ray
-	$(BIN)/python -m pytest -m slow tests/whole tests/on_ray
+	$(BIN)/python -m pytest -m slow -n 2 --dist loadfile tests/whole tests/on_ray
 
 lint: install
 	$(BIN)/ruff format --check .
