@@ -93,14 +93,14 @@ def test_flwr_run_of_the_checkout_works(recipe, tmp_path):
     assert rows(tmp_path / "by-flwr", "events")[-1]["status"] == "completed"
 
 
-def test_make_run_recipe_beats_the_frozen_model(tmp_path):
-    """SmolLM2-135M, real questions, five clients: what `make run` promises."""
-    done = fedloom("run", "fednl", "--output", tmp_path, timeout=1500)
+def test_the_first_round_of_make_run_beats_the_frozen_model(tmp_path):
+    """SmolLM2-135M, real questions, five clients: what `make run` promises, a third of its time."""
+    done = fedloom("run", "fednl", "--set", "rounds=1", "--output", tmp_path, timeout=1500)
     assert done.returncode == 0, done.stdout + done.stderr
     folder = tmp_path / "fednl"
     ce: dict[str, list[float]] = {"frozen": [], "evaluate": []}
     for row in rows(folder, "metrics"):
-        if row["phase"] == "frozen" or (row["phase"] == "evaluate" and row["round"] == 3):
+        if row["phase"] == "frozen" or (row["phase"] == "evaluate" and row["round"] == 1):
             ce[row["phase"]].append(row["gold-ce-sum"] / row["num-examples"])
     better = [after < before for before, after in zip(ce["frozen"], ce["evaluate"], strict=True)]
     assert len(better) == 5
