@@ -19,6 +19,7 @@ from fedloom import border
 from fedloom.clients import gate, riding
 from fedloom.config import RunConfig
 from fedloom.data import by_file
+from fedloom.data.partition import Client, Partition
 from fedloom.errors import Refusal
 from fedloom.flat import Scalar
 from fedloom.wire import Arrays
@@ -62,6 +63,22 @@ def partition_of(context: Context) -> int:
             ' "partition-id=0 num-partitions=5"'
         )
     return int(context.node_config["partition-id"])
+
+
+def client_at(partition: Partition, number: int) -> Client:
+    """Return one client of the data.
+
+    Raises
+    ------
+    Refusal
+        If the data have no such share.
+    """
+    if not 0 <= number < len(partition.clients):
+        raise Refusal(
+            f"partition-id {number}: the data divide into {len(partition.clients)} clients,"
+            f" 0 to {len(partition.clients) - 1}"
+        )
+    return partition.clients[number]
 
 
 def with_own_rows(config: RunConfig, context: Context) -> RunConfig:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from fedloom import __version__, border, seeds
 from fedloom.adapters.lora import narrow, redraw
-from fedloom.clients.bridge import AdapterClient, partition_of, with_own_rows
+from fedloom.clients.bridge import AdapterClient, client_at, partition_of, with_own_rows
 from fedloom.clients.private import update_to_send
 from fedloom.clients.workbench import Workbench, device, visible_gpus, workbench
 from fedloom.config import RunConfig
@@ -58,12 +58,7 @@ class FedNLClient(AdapterClient):
             settings = bench.adapter.peft_config.to_dict()
             return {"manifest": bench.manifest.to_json(), "peft": _as_json(settings)}
         _, partition = holdings(self.config)
-        if not 0 <= self.partition_id < len(partition.clients):
-            raise Refusal(
-                f"partition-id {self.partition_id}: the data divide into"
-                f" {len(partition.clients)} clients, 0 to {len(partition.clients) - 1}"
-            )
-        client = partition.clients[self.partition_id]
+        client = client_at(partition, self.partition_id)
         own, asked = by_file.is_own(self.config.data.source), config.get("partition")
         location = locate(parse_source(self.config.model.source))
         hidden = self.config.privacy.on

@@ -24,8 +24,10 @@ from numpy.typing import NDArray
 
 from fedloom import __version__
 from fedloom.adapters.fuser import CacheFuser, FuserConfig
-from fedloom.clients.bridge import AdapterClient, partition_of, with_own_rows
+from fedloom.clients.bridge import AdapterClient, client_at, partition_of, with_own_rows
+from fedloom.clients.workbench import device, visible_gpus
 from fedloom.config import RunConfig
+from fedloom.data import by_file
 from fedloom.data.partition import client_rows
 from fedloom.data.questions import Question
 from fedloom.errors import Refusal
@@ -38,7 +40,7 @@ from fedloom.refining.lessons import Encoded, encode_lessons, question_lesson
 from fedloom.refining.scoring import Outcome, score, shuffled, zeroed
 from fedloom.refining.teaching import handed
 from fedloom.rules.fuser_maps import Build
-from fedloom.wire import Manifest
+from fedloom.wire import Manifest, other_manifest
 
 
 @dataclass(frozen=True)
@@ -63,17 +65,12 @@ class FuserSumsClient(AdapterClient):
 
     def get_properties(self, config: dict[str, Any]) -> dict[str, Any]:
         """Say what this node holds, and which pair its sums are of."""
-        pair = self._pair()
         if config.get("adapter"):
-            return {"manifest": pair.manifest.to_json(), "peft": ""}
+            return {"manifest": self._pair().manifest.to_json(), "peft": ""}
         _, partition = holdings(self.config)
-        if not 0 <= self.partition_id < len(partition.clients):
-            raise Refusal(
-                f"partition-id {self.partition_id}: the data divide into"
-                f" {len(partition.clients)} clients, 0 to {len(partition.clients) - 1}"
-            )
-        client = partition.clients[self.partition_id]
-        own = self.config.data.split == "files"
+        client = client_at(partition, self.partition_id)
+        own, pair = by_file.is_own(self.config.data.source), self._pair()
+        digest = partition.digest()
         return {
             "partition": self.partition_id,
             "name": client.name,
@@ -82,13 +79,13 @@ class FuserSumsClient(AdapterClient):
             "partition-json": "",
             "version": __version__,
             "recipe": self.config.digest(),
-            **({} if own else {"data": partition.digest()}),
+            **({"data": by_file.OWN, "held": digest} if own else {"data": digest}),
             "base": pair.manifest.base,
             "tokenizer": pair.manifest.tokenizer,
             "values": pair.manifest.values,
             "build": pair.build.to_json(),
-            "device": self.config.model.device,
-            "visible-gpus": os.environ.get("CUDA_VISIBLE_DEVICES", ""),
+            "device": device(self.config),
+            "visible-gpus": visible_gpus(),
             "pid": os.getpid(),
         }
 
@@ -147,7 +144,7 @@ class FuserSumsClient(AdapterClient):
         """Load both models, once a process, and describe the fuser."""
         torch.set_num_threads(self.config.clients.threads)
         given, kind = self.config.refine, self.config.model.dtype
-        bases = [load_base(source, kind, self._device()) for source in given.listed]
+        bases = [load_base(source, kind, device(self.config)) for source in given.listed]
         sender, receiver = (Shelf(Party(base, measured(base))) for base in bases)
         ends = sender.party.geometry, receiver.party.geometry
         slides = len(ends[1].full) < ends[1].layers
@@ -166,21 +163,12 @@ class FuserSumsClient(AdapterClient):
         )
         return _Pair(sender, receiver, fuser, build, manifest)
 
-    def _device(self) -> str:
-        if self.config.model.device != "auto":
-            return self.config.model.device
-        return "cuda:0" if torch.cuda.is_available() else "cpu"
-
     def _checked(self, config: dict[str, Any]) -> _Pair:
         """Hold the message's manifest against this node's before any text is read."""
         pair = self._pair()
         mine = pair.manifest.digest()
         if config["manifest"] != mine:
-            raise Refusal(
-                f"partition {self.partition_id}: manifest {str(config['manifest'])[:16]} came,"
-                f" {mine[:16]} is this node's; use the same models, recipe and fedloom version on"
-                " every node"
-            )
+            raise other_manifest(self.partition_id, str(config["manifest"]), mine, "models, recipe")
         return pair
 
     def _lessons(self, pair: _Pair, *, test: bool) -> list[Encoded]:

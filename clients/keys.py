@@ -21,7 +21,7 @@ from flwr.app import Context
 from numpy.typing import NDArray
 
 from fedloom import __version__
-from fedloom.clients.bridge import partition_of, with_own_rows
+from fedloom.clients.bridge import client_at, partition_of, with_own_rows
 from fedloom.config import RunConfig
 from fedloom.data import by_file
 from fedloom.data.dealing import Item
@@ -126,12 +126,7 @@ class KeyBench:
 
         Validation rows are the first of the training rows, whose order the partition shuffled.
         """
-        if not 0 <= partition < len(self.partition.clients):
-            raise Refusal(
-                f"partition-id {partition}: the data divide into {len(self.partition.clients)}"
-                f" clients, 0 to {len(self.partition.clients) - 1}"
-            )
-        client = self.partition.clients[partition]
+        client = client_at(self.partition, partition)
         held_out = self.config.faast.held_out(len(client.train))
         summed, validation = client.train[held_out:], client.train[:held_out]
         names = {"summed": summed, "validation": validation, "test": client.test}[side]

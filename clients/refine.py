@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from fedloom import __version__, border, ciphers
 from fedloom.adapters.fuser import CacheFuser
 from fedloom.clients.asking import asking, kept, places_of, questions_of
-from fedloom.clients.bridge import AdapterClient, partition_of
+from fedloom.clients.bridge import AdapterClient, client_at, partition_of
 from fedloom.clients.letters import (
     NONE,
     TEXT,
@@ -37,6 +37,7 @@ from fedloom.clients.letters import (
     words_letter,
 )
 from fedloom.clients.refine_scores import metrics_of
+from fedloom.clients.workbench import device
 from fedloom.config import RunConfig
 from fedloom.data.prompts import letter_tokens, prompt
 from fedloom.data.questions import Question
@@ -101,24 +102,14 @@ class FedRefineClient(AdapterClient):
     def base(self) -> Base:
         """Return the model of this node, loaded on first use."""
         torch.set_num_threads(self.config.clients.threads)
-        return load_base(self.source, self.config.model.dtype, self._device())
-
-    def _device(self) -> str:
-        if self.config.model.device != "auto":
-            return self.config.model.device
-        return "cuda:0" if torch.cuda.is_available() else "cpu"
+        return load_base(self.source, self.config.model.dtype, device(self.config))
 
     def get_properties(self, config: dict[str, Any]) -> dict[str, Any]:
         """Say what this node holds; its model is told when the run asks for it."""
         if self.config.refine.question:  # nobody's rows are asked for
             return {**self._place(), "name": self.source, "test": 0, "data": ""}
         _, partition = holdings(self.config)
-        if not 0 <= self.partition_id < len(partition.clients):
-            raise Refusal(
-                f"partition-id {self.partition_id}: the data divide into"
-                f" {len(partition.clients)} clients, 0 to {len(partition.clients) - 1}"
-            )
-        client = partition.clients[self.partition_id]
+        client = client_at(partition, self.partition_id)
         rows = min(len(client.test), self.config.refine.questions)
         told = {"name": client.name, "test": rows, "data": partition.digest()}
         return {**self._place(), **told}

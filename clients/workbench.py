@@ -20,7 +20,7 @@ from fedloom.adapters import centring
 from fedloom.adapters.attach import Adapter, attach
 from fedloom.config import RunConfig
 from fedloom.local.methods import travelling
-from fedloom.models.base import Base, forget_bases, load_base
+from fedloom.models.base import Base, forget_bases, load_base, pick_device
 from fedloom.models.trunk import Trunk
 from fedloom.rules.exchange import Exchange
 from fedloom.wire import Manifest
@@ -134,9 +134,7 @@ def forget() -> None:
 
 def device(config: RunConfig) -> str:
     """Name the device to compute on: ``auto`` is the first GPU that this process may see."""
-    if config.model.device != "auto":
-        return config.model.device
-    return "cuda:0" if torch.cuda.is_available() else "cpu"
+    return pick_device(config.model.device)
 
 
 def visible_gpus() -> str:

@@ -85,7 +85,7 @@ class FaastClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     rank_ : int or None
         Directions of the features that were kept; None for ``mode="paper"``, where chunks differ.
     explained_ : float
-        ``1 - ||K W - V||^2 / ||V||^2`` over the rows.
+        ``1 - ||K W - V||^2 / ||V||^2`` over the rows that are in.
     alpha_, ridge_, prior_, scale_ : float
         What was chosen or given; ``scale_`` is what ``predict_proba`` multiplies scores by.
     classes_ : array of shape (C,)
@@ -256,7 +256,7 @@ class FaastClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         self.prior_, self.scale_ = self._choice.prior, self._choice.scale
 
     def _squares(self) -> float:
-        """Return ``||V||^2`` over the rows."""
+        """Return ``||V||^2`` over the rows that are in."""
         table = self._reader.table
         each = np.ones(len(self.classes_)) if table is None else (table**2).sum(axis=1)
         return float(self.class_counts_ @ each)

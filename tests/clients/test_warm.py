@@ -84,7 +84,8 @@ def raw(path: Path, data: bytes) -> tuple[bytes, bytes]:
     with socket.socket(socket.AF_UNIX) as line:
         line.settimeout(30)
         line.connect(str(path))
-        line.sendall(data)
+        with contextlib.suppress(ConnectionError):  # it may have hung up with a word
+            line.sendall(data)
         return warm_frames.receive(line)
 
 
