@@ -27,6 +27,7 @@ SETTINGS = {
     "all keys": HEARD,
     "one layer": WINDOWED.replaced(last_layers=1),
     "no memory": HEARD.replaced(memory__enabled=False),
+    "wide taps": WINDOWED.replaced(memory__key_taps="learnt", memory__tap_width=4),
     "shut": WINDOWED.replaced(memory__gate="shut"),
 }
 PROMPT = torch.randint(0, 256, (40,), generator=torch.Generator().manual_seed(3)).tolist()

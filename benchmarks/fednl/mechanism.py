@@ -186,13 +186,13 @@ Change = Callable[[MemoryState], MemoryState]
 
 
 def zeroed(state: MemoryState) -> MemoryState:
-    empty = (torch.zeros_like(x) for x in (state.S_BHDD, state.tail_BTHD))
+    empty = (torch.zeros_like(x) for x in (state.S_BHDD, state.tail_BTHD, state.asked_BTHGD))
     return MemoryState(*empty, state.seen_B)
 
 
 def swapped(state: MemoryState) -> MemoryState:
     """Give each row the state of the row that shares its keys."""
-    return MemoryState(swap(state.S_BHDD), swap(state.tail_BTHD), swap(state.seen_B))
+    return MemoryState(*map(swap, vars(state).values()))
 
 
 def swap(x: Tensor) -> Tensor:

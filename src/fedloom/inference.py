@@ -253,6 +253,8 @@ def _memory_tensors(cache: MemoryCache) -> dict[str, Tensor]:
     for layer, state in cache.memory.items():
         named[f"memory.{layer:03d}.S"] = state.S_BHDD
         named[f"memory.{layer:03d}.tail"] = state.tail_BTHD
+        if state.asked_BTHGD.shape[1]:
+            named[f"memory.{layer:03d}.asked"] = state.asked_BTHGD
     return named
 
 
@@ -327,7 +329,9 @@ def _restore(session: Session, tensors: dict[str, Tensor], tokens: int) -> None:
         if kind == "memory" and part == "S":
             seen = torch.full((len(x),), read, device=x.device)
             tail = tensors[f"memory.{index}.tail"]
-            cache.memory[int(index)] = MemoryState(x, tail, seen)
+            none = tail[:, :0, :, None]  # as many queries as a state of narrow taps keeps
+            asked = tensors.get(f"memory.{index}.asked", none)
+            cache.memory[int(index)] = MemoryState(x, tail, asked, seen)
         elif kind == "attention" and part == "keys":
             layer, values = cache.layers[int(index)], tensors[f"attention.{index}.values"]
             layer.lazy_initialization(x, values)

@@ -30,7 +30,7 @@ from fedloom.ops.kernels import SHORT, choose, fla_installed
 
 _EPS = 1e-6
 _POOLED = 3  # raw keys that the step size looks at
-KEY_TAPS = (0.3, 0.7)  # of this token's raw key and the last one's
+_OWN = 0.3  # a tapped key's share of its token's own; the rest is shared out among those before it
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,9 @@ class MemoryState:
 
     S_BHDD: Tensor
     tail_BTHD: Tensor
-    """The last two raw keys, which the next token's step size pools."""
+    """The last raw keys: two, which the next token's step size pools, or all that taps reach."""
+    asked_BTHGD: Tensor
+    """The last raw queries that taps reach; none with keys of one or two tokens."""
     seen_B: Tensor
     """Tokens so far; 0 for a row that was all padding, whose first key is still to come."""
 
@@ -118,8 +120,7 @@ class MemoryCache(DynamicCache):  # type: ignore[misc]  # transformers is untype
             self.span.pick(rows)
         for layer, state in self.memory.items():
             at = rows.to(state.S_BHDD.device)
-            picked = (x[at] for x in (state.S_BHDD, state.tail_BTHD, state.seen_B))
-            self.memory[layer] = MemoryState(*picked)
+            self.memory[layer] = MemoryState(*(x[at] for x in vars(state).values()))
 
 
 class DeltaMemory(nn.Module):
@@ -142,9 +143,19 @@ class DeltaMemory(nn.Module):
         if config.centre == "learnt":
             self.centre_q = nn.Parameter(torch.zeros(heads, groups, dim))
             self.centre_k = nn.Parameter(torch.zeros(heads, dim))
-        if config.key_taps != "off":
-            mix = torch.tensor(KEY_TAPS).repeat(heads, 1)
-            self.mix = nn.Parameter(mix, requires_grad=config.key_taps == "learnt")
+        self.width = 1 if config.key_taps == "off" else config.tap_width
+        self.kept = max(_POOLED, self.width) - 1
+        """Raw keys before a stretch that it looks back at."""
+        self.asked = max(0, self.width - 2)
+        """And raw queries."""
+        learnt = config.key_taps == "learnt"
+        if self.width > 1:
+            before = self.width - 1
+            mix = torch.tensor([_OWN, *[(1 - _OWN) / before] * before])
+            self.mix = nn.Parameter(mix.repeat(heads, 1), requires_grad=learnt)
+        if self.width > 2:
+            mix = torch.full((heads, groups, before), 1 / before)
+            self.mix_q = nn.Parameter(mix, requires_grad=learnt)
 
     def forward(
         self,
@@ -177,8 +188,8 @@ class DeltaMemory(nn.Module):
         q_BTHGD = q.to(compute).unflatten(-1, (self.heads, self.groups, self.dim))
         k_BTHD = k.to(compute).unflatten(-1, (self.heads, self.dim))
         v_BTHD = v.to(compute).unflatten(-1, (self.heads, self.dim))
-        window = self._with_tail(k_BTHD, state)
-        beta = self._step_size(window)
+        window, asked = self._with_tails(k_BTHD, q_BTHGD, state)
+        beta = self._step_size(window[:, self.kept - (_POOLED - 1) :])
         if real is not None:
             beta = beta * real[..., None]
         if self.config.scale_values:
@@ -188,14 +199,15 @@ class DeltaMemory(nn.Module):
         rows, length = k.shape[:2]
         tokens = torch.full((rows,), length, device=k.device) if real is None else real.sum(1)
         seen = torch.zeros_like(tokens) if state is None else state.seen_B
-        reading = self._features(self._less(q_BTHGD, "centre_q"))
-        writing = self._features(self._less(self._keys(window), "centre_k"))
+        reading = self._features(self._less(self._tapped("mix_q", asked, self.asked), "centre_q"))
+        writing = self._features(self._less(self._tapped("mix", window, self.kept), "centre_k"))
         kernel = chosen_kernel(self.config, q, self.dim, truncate_chunks, q.shape[1])
         narrow = q.dtype if kernel == "fla" else compute
         inputs = tuple(x.to(narrow) for x in (reading, writing, v_BTHD, beta))
         S = None if state is None else state.S_BHDD
         out, S = self._run(inputs, S, seen, tokens, truncate_chunks, kernel)
-        return out.flatten(2).to(compute), MemoryState(S, _last_keys(window, real), seen + tokens)
+        tails = (_last(window, real, self.kept), _last(asked, real, self.asked))
+        return out.flatten(2).to(compute), MemoryState(S, *tails, seen + tokens)
 
     def _run(
         self,
@@ -236,24 +248,32 @@ class DeltaMemory(nn.Module):
     def _less(self, x: Tensor, centre: str) -> Tensor:
         return x - getattr(self, centre).to(x) if self.config.centre == "learnt" else x
 
-    def _keys(self, window: Tensor) -> Tensor:
-        """Return the raw keys to write under, [B, T, H, D]: with taps, mixed with the one before.
+    def _with_tails(self, k: Tensor, q: Tensor, state: MemoryState | None) -> tuple[Tensor, Tensor]:
+        """Put what came before this stretch in front; a sequence's first token stands in."""
+        tails = (None, None) if state is None else (state.tail_BTHD, state.asked_BTHGD)
+        windows = []
+        for x, tail, count in zip((k, q), tails, (self.kept, self.asked), strict=True):
+            first = x[:, :1].expand(-1, count, *x.shape[2:])
+            if state is not None and tail is not None:
+                begun = state.seen_B.view(-1, *[1] * (x.ndim - 1)) > 0
+                first = torch.where(begun, tail, first)
+            windows.append(torch.cat((first, x), dim=1))
+        return windows[0], windows[1]
+
+    def _tapped(self, taps: str, window: Tensor, back: int) -> Tensor:
+        """Mix raw keys or queries with those before them; ``back`` of them precede the stretch.
 
         A token's own key finds the token itself; what a reader asks for is what came after it.
-        A short causal mix binds the value to that key, as DeltaNet's convolution does.
+        Keys of ``w`` taps bind a value to the ``w - 1`` tokens that stood before it, and a query
+        is a mix of as many, its own the last: where it stands, the value comes next.  DeltaNet's
+        short convolutions do so for each channel, and for values; here it is a number a head.
         """
-        own, before = window[:, _POOLED - 1 :], window[:, _POOLED - 2 : -1]
-        if self.config.key_taps == "off":
-            return own
-        now, last = self.mix.to(window)[..., None].unbind(1)
-        return now * own + last * before
-
-    def _with_tail(self, k_BTHD: Tensor, state: MemoryState | None) -> Tensor:
-        """Put the two keys before this stretch in front; a sequence's first key stands in."""
-        tail = k_BTHD[:, :1].expand(-1, _POOLED - 1, -1, -1)
-        if state is not None:
-            tail = torch.where(state.seen_B[:, None, None, None] > 0, state.tail_BTHD, tail)
-        return torch.cat((tail, k_BTHD), dim=1)
+        weights = getattr(self, taps).to(window)[..., None] if hasattr(self, taps) else None
+        if weights is None:
+            return window[:, back:]
+        length = window.shape[1] - back
+        lags = (window[:, back - j : back - j + length] for j in range(weights.shape[-2]))
+        return cast(Tensor, sum(w * x for w, x in zip(weights.unbind(-2), lags, strict=True)))
 
     def _step_size(self, window: Tensor) -> Tensor:
         """Step ``beta`` [B, T, H]: sigmoid of the causal three-token pool of raw keys (TPTT).
@@ -304,12 +324,12 @@ def chosen_kernel(
     )
 
 
-def _last_keys(window: Tensor, real: Tensor | None) -> Tensor:
-    """Return the two raw keys that end each sequence, [B, 2, H, D]."""
+def _last(window: Tensor, real: Tensor | None, count: int) -> Tensor:
+    """Return the raw keys or queries that end each sequence, [B, count, ...]."""
     if real is None:
-        return window[:, -(_POOLED - 1) :]
-    first = real.sum(1)[:, None] + torch.arange(_POOLED - 1, device=window.device)
-    return window[torch.arange(len(window), device=window.device)[:, None], first]
+        return window[:, window.shape[1] - count :]
+    ends = real.sum(1)[:, None] + torch.arange(count, device=window.device)
+    return window[torch.arange(len(window), device=window.device)[:, None], ends]
 
 
 class MemoryGate(nn.Module):

@@ -103,7 +103,11 @@ class MemoryConfig:
     key_taps: str = "off"
     """Write under a mix of this token's raw key and the last one's, so that a value is bound to
     what stood before it: ``off`` is the paper, ``fixed`` is 0.3 and 0.7, ``learnt`` starts there
-    and trains two numbers a KV head."""
+    and trains them, two numbers a KV head."""
+    tap_width: int = 2
+    """Tokens that a tapped key is a mix of: its own and those before it, which share the 0.7. From
+    3 on a query is a mix too, of one token fewer, so that a name finds its value across the words
+    between them (short convolutions of 4 are DeltaNet's habit)."""
     gate: str = "vector"
     """``vector`` of width D a layer, one ``scalar`` a layer, ``dynamic`` (linear map of the token),
     ``fixed`` (not trained; with ``gate-init`` 0 TPTT's constant 0.5), ``shut`` (alpha = 0) or
@@ -131,6 +135,12 @@ class MemoryConfig:
         one_of("memory.beta", self.beta, ("token", "fixed"))
         one_of("memory.gate", self.gate, ("vector", "scalar", "dynamic", "fixed", "shut", "open"))
         one_of("memory.key-taps", self.key_taps, ("off", "fixed", "learnt"))
+        at_least("memory.tap-width", self.tap_width, 2)
+        if self.tap_width > 2 and self.key_taps == "off":
+            raise Refusal(
+                f'memory.tap-width = {self.tap_width} with memory.key-taps = "off": nothing would'
+                ' be mixed; set memory.key-taps = "learnt", or leave the width out'
+            )
         at_least("memory.reset-every", self.reset_every, 0)
         at_least("memory.window", self.window, 0)
         at_least("memory.sinks", self.sinks, 0)
