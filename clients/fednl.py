@@ -209,7 +209,7 @@ class FedNLClient(AdapterClient):
 
     def _task(self, bench: Workbench, partition: int | None = None) -> Task:
         whose = self.partition_id if partition is None else partition
-        return Task(self.config, bench.base, whose)
+        return Task(self.config, bench.base, whose, bench.encoded)
 
     def _work(self, bench: Workbench, config: dict[str, Any], server_round: int) -> Work:
         """Put together what a method works with; ``pool`` lets one client stand in for all."""

@@ -9,7 +9,7 @@ one adapter before it works.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,6 +37,8 @@ class Workbench:
     exchange: Exchange
     trunk: Trunk | None = None
     """What the layers below the adapter made of rows, with ``train.keep-trunk``."""
+    encoded: dict[Any, Any] = field(default_factory=dict)
+    """Training rows as tokens, by row."""
 
     def start(self) -> dict[str, NDArray[Any]]:
         """Go back to the adapter's start; return what of it travels and what is saved beside it."""

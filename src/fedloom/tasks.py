@@ -43,10 +43,19 @@ class Task:
     ----------
     partition : int
         Whose rows.
+    encoded : dict, optional
+        Rows as tokens, kept from one round to the next: a round learns from few of many.
     """
 
-    def __init__(self, config: RunConfig, base: Base, partition: int) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        base: Base,
+        partition: int,
+        encoded: dict[NeedleExample | Question, Lesson] | None = None,
+    ) -> None:
         self.config, self.base = config, base
+        self._encoded = {} if encoded is None else encoded
         examples, made = holdings(config)
         rows = cast("Sequence[Question | NeedleExample]", examples)  # no recipe of ours has others
         self._train, self._test = client_rows(made, rows, partition)
@@ -60,7 +69,12 @@ class Task:
         first, end = lessons_of(len(rows), train, rounds, server_round)
         return rows[first:end]
 
-    def _lesson(self, example: Any) -> Lesson:
+    def _lesson(self, example: NeedleExample | Question) -> Lesson:
+        if example not in self._encoded:
+            self._encoded[example] = self._encode(example)
+        return self._encoded[example]
+
+    def _encode(self, example: NeedleExample | Question) -> Lesson:
         if isinstance(example, NeedleExample):
             told = self._told(example)
             more = self.config.niah.telling_weight
