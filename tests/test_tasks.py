@@ -129,6 +129,15 @@ def test_stages_of_a_curriculum_repeat_their_rows(needles):
     assert sorted(flat, key=length) == flat
 
 
+def test_rounds_share_what_they_made_into_tokens(needles):
+    config = needles.replaced(rounds=3, train__curriculum=True)
+    base, encoded = load_base(config.model.source), {}
+    one, two, last = (Task(config, base, 0, encoded).lessons(n) for n in (1, 1, 4))
+    assert all(a is b for a, b in zip(one, two, strict=True))
+    assert len(encoded) == len(last) == 9
+    assert [*last] == task_of(config).lessons(4)
+
+
 def test_a_lesson_of_sentences_asks_once_and_tells_the_rest_again(needles):
     task = task_of(needles.replaced(niah__lessons="sentences"))
     orders = set()
