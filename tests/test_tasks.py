@@ -157,6 +157,23 @@ def test_a_lesson_of_sentences_asks_once_and_tells_the_rest_again(needles):
     assert task.lessons(1) == task.lessons(1)
 
 
+def test_primers_may_tell_again_without_asking(needles):
+    asked = needles.replaced(niah__lessons="sentences")
+    bare = asked.replaced(niah__primer_questions=False)
+    for example, old, new in zip(
+        task_of(asked)._train, task_of(asked).lessons(1), task_of(bare).lessons(1), strict=True
+    ):
+        if example.index >= 0:
+            assert new == old
+            continue
+        assert "Question:" not in text_of(new)
+        assert sorted(said(new)) == sorted(value for _, _, value in example.asks)
+        assert len(new.ids) < len(old.ids)
+        assert text_of(new).startswith(example.context)
+    counters = (task_of(config, partition=1).lessons(1) for config in (asked, bare))
+    assert next(counters) == next(counters)  # a counter's answer is told by no event
+
+
 def test_sentences_leave_a_counter_its_one_question(needles):
     config = needles.replaced(niah__lessons="sentences")
     for row in task_of(config, partition=1).lessons(1):

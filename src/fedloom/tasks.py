@@ -87,7 +87,8 @@ class Task:
         if niah.lessons == "sentences":
             random = seeds.generator(self.config.seed, example.row(), "retelling")
             order = random.permutation(len(example.asks)).tolist()
-            return encode_retelling(example, tokenizer, order)
+            asks = niah.primer_questions or example.index >= 0
+            return encode_retelling(example, tokenizer, order, question=asks)
         listed = niah.listed and example.index >= 0 and example.index % 2 == 0
         return encode_lesson(example, tokenizer, options=listed)
 

@@ -115,6 +115,9 @@ class NiahConfig:
     """Tokens of filler in such a row; more than the window, or attention answers."""
     primer_tokens_max: int = 0
     """Tokens of filler in the last such row, growing evenly; 0 keeps ``niah.primer-tokens``."""
+    primer_questions: bool = True
+    """Whether primers of ``niah.lessons = "sentences"`` ask. Without, they only tell their events
+    again: fewer tokens, and a value that is not as far away from where it is wanted."""
     test_rows: int = 8
     """Test rows a client for each of ``test-tokens``; FedNL has 5."""
     test_tokens: str = "512,1024,2048"

@@ -160,7 +160,9 @@ def encode_lesson(example: Asks, tokenizer: Encodes, *, options: bool = True) ->
     return said.lesson()
 
 
-def encode_retelling(example: Asks, tokenizer: Encodes, order: Sequence[int]) -> EncodedLesson:
+def encode_retelling(
+    example: Asks, tokenizer: Encodes, order: Sequence[int], *, question: bool = True
+) -> EncodedLesson:
     """Encode a haystack, its question with the answer, and all other events told again.
 
     Sentences cost fewer tokens than questions. The question comes first: after them, the right
@@ -170,16 +172,21 @@ def encode_retelling(example: Asks, tokenizer: Encodes, order: Sequence[int]) ->
     ----------
     order
         Indices of the events with a question of their own, as they are to be told again.
+    question
+        Whether to ask; without, all events are told again, the asked one in its turn. A counter's
+        answer is in none of them, so it is always asked for.
     """
     letters = letter_tokens(tokenizer)
     ids = [*letters.opening, *tokenizer.encode(example.context, add_special_tokens=False)]
     said = _Said(ids, example, tokenizer)
-    gold = example.options[example.gold]
-    said.ask(asking(example.question, (), letters.cue), example.stem, gold)
+    asked = ""
+    if question or not order:
+        asked = example.options[example.gold]
+        said.ask(asking(example.question, (), letters.cue), example.stem, asked)
     end = tokenizer.encode(".", add_special_tokens=False)
     for _, stem, value in (example.asks[index] for index in order):
-        if value != gold:
-            said.ids += [*end, *_after_cue(stem, tokenizer)]
+        if value != asked:
+            said.ids += [*(end if said.begun else ()), *_after_cue(stem, tokenizer)]
             said.answer(stem, value)
     return said.lesson()
 
@@ -192,6 +199,11 @@ class _Said:
         self._values = {*example.options, *(value for _, _, value in example.asks)}
         self._labels: list[int] = []
         self._telling: list[int] = []
+
+    @property
+    def begun(self) -> bool:
+        """Whether a value has been told already."""
+        return bool(self._labels)
 
     def ask(self, question: str, stem: str, value: str) -> None:
         """Add a question and its answer, of which what comes after the stem is to be learnt."""
