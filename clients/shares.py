@@ -17,6 +17,7 @@ from fedloom import ciphers
 from fedloom.ciphers import Source
 from fedloom.clients.secure import finishers, masked
 from fedloom.config import FaastConfig
+from fedloom.rules.exact import rounded
 from fedloom.rules.private import client_sigma, fresh, noisy
 from fedloom.rules.shares import COUNT, Noise
 from fedloom.rules.statistics import CROSS, GRAM, Gram
@@ -25,7 +26,8 @@ from fedloom.rules.statistics import CROSS, GRAM, Gram
 def own_sums(given: FaastConfig, keys: NDArray[Any], values: NDArray[Any]) -> Gram:
     """Sum over rows, each within the bounds that noise is sized for if there is any."""
     if not given.private:
-        return Gram.of(keys, values)
+        gram = Gram.of(keys, values)
+        return rounded(gram, given.exact_bits) if given.exact_bits else gram
     noise = Noise.of(given)
     return noise.bounded(noise.bounds.gram(keys, values))
 

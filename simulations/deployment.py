@@ -192,6 +192,8 @@ class Node(Part):
     encoder: str = ""
     """The node's own frozen encoder, for recipes with ``faast.encoders``: as there, or
     ``path:DIR`` from the node's folder on."""
+    revision: int = 1
+    """Of this node's rows, for FAAST: a higher one after they changed, and it is asked again."""
     warm: str = ON
     """``on``: a model server beside the SuperNode keeps the model between messages; or ``off``."""
 
@@ -201,6 +203,8 @@ class Node(Part):
             raise Refusal(
                 f"{self.FILE}: partition = {self.partition}, expected 0 to {self.partitions - 1}"
             )
+        if self.revision < 1:
+            raise Refusal(f"{self.FILE}: revision = {self.revision}, expected 1 or above")
         if self.data and not self.rows().exists():
             raise Refusal(f"{self.FILE}: data = {self.data}, but {self.rows()} is not there")
         if self.warm not in (ON, OFF):
@@ -230,6 +234,7 @@ class Node(Part):
     def config(self) -> str:
         """Return Flower's node config."""
         told = f"partition-id={self.partition} num-partitions={self.partitions}"
+        told += f" revision={self.revision}" if self.revision > 1 else ""
         told += f' data="{self.rows()}"' if self.data else ""
         return f'{told} encoder="{self.own_encoder()}"' if self.encoder else told
 

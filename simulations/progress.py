@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fedloom.simulations.amounts import adapter_line, duration, size
-from fedloom.simulations.group_words import group_lines
+from fedloom.simulations.group_words import call_line, group_lines
 
 Event = Mapping[str, Any]
 
@@ -92,6 +92,8 @@ class Picture:
                 self.start = event
             case "nodes":
                 self.nodes = list(event.get("nodes", []))
+            case "roll-call":
+                self.nodes += event.get("nodes", [])
             case "phase":
                 if not self.turned and event.get("round"):
                     self.turned = _when(event)
@@ -197,6 +199,8 @@ def plain_lines(event: Event, picture: Picture) -> list[str]:
             return [", ".join(facts)]
         case "resumed":
             return [_resumed_line(event)]
+        case "roll-call":
+            return [f"{where}: {call_line(event, picture.client)}"]
         case "nodes":
             return [_node_line(node, picture) for node in picture.nodes]
         case "registry":

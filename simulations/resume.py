@@ -196,10 +196,6 @@ def keeper(
     """Return what writes a checkpoint of ``strategy`` after each whole round."""
     kept = Checkpoints(folder / FOLDER)
     hidden = "partition-json"  # it lies in a file of its own
-    nodes = {
-        str(p): {k: v for k, v in strategy.roster.properties[p].items() if k != hidden}
-        for p in strategy.roster.partitions
-    }
     about = {
         "fedloom": __version__,
         "recipe": config.flat(),
@@ -207,11 +203,15 @@ def keeper(
         "manifest": strategy.manifest.to_json(),
         "peft": peft,
         "agreed": dict(agreed),
-        "nodes": nodes,
     }
 
     def keep(server_round: int, arrays: Arrays) -> None:
+        nodes = {  # a later round may have more of them than the first
+            str(p): {k: v for k, v in strategy.roster.properties[p].items() if k != hidden}
+            for p in strategy.roster.partitions
+        }
         now = {"journal": strategy.journal.sizes(), "resumes": len(_rows(folder / RESUMES))}
+        now |= {"nodes": nodes}
         parts = {name: part.state() for name, part in strategy.parts.items()}
         kept.write(
             Checkpoint(round=server_round, arrays=arrays, parts=parts, about={**about, **now})

@@ -33,9 +33,10 @@ from fedloom.strategies.choosing import SOLVING, strategy_of
 from fedloom.strategies.faast import FAAST
 from fedloom.strategies.fednl import FedNL
 from fedloom.strategies.fuser_sums import SolveFuser
-from fedloom.strategies.grouped import manifests_in
+from fedloom.strategies.grouped import Grouped, manifests_in
 from fedloom.strategies.groups import Group, GroupJournal, check_same, groups_of
 from fedloom.strategies.journal import Journal
+from fedloom.strategies.later_calls import later_calls
 from fedloom.strategies.refine import FedRefine
 from fedloom.strategies.roster import ReplyStream, Roster, roll_call, wait_for_nodes
 from fedloom.wire import Manifest
@@ -134,6 +135,7 @@ def _begin(
     strategy = method(config, manifest, roster, journal, keep)
     strategy.resume(None, torn)
     strategy.checkpoint = resume.keeper(config, folder.path, strategy, agreed, peft)
+    _call_again(strategy, grid, agreed)
     strategy.run(grid, arrays)
     return strategy
 
@@ -164,6 +166,7 @@ def _begin_groups(
     folder.keep_manifest(strategy.manifest)
     strategy.resume(None, torn)
     strategy.checkpoint = resume.keeper(config, folder.path, strategy, agreed, "")
+    _call_again(strategy, grid, agreed)
     strategy.run(grid, arrays)
     return strategy
 
@@ -189,10 +192,12 @@ def _go_on(
     strategy = method(config, manifest, roster, journal, keep, token)
     if divided := groups_of(config, roster):
         held = manifests_in(last)
+        divided.sort(key=lambda group: [*held].index(group.name))  # a newcomer moves none
         strategy = groups.together(method, config, folder, journal, roster, divided, held, token)
         keep = groups.keeping(folder, held)
     strategy.resume(last, stand.torn)
     strategy.checkpoint = resume.keeper(config, folder.path, strategy, agreed, about["peft"])
+    _call_again(strategy, grid, agreed)
     if last.round:  # the folder's may be of a round that was cut
         keep(last.round, dict(last.arrays))
     journal.event(
@@ -206,6 +211,13 @@ def _go_on(
     )
     strategy.run(grid, last.arrays)
     return strategy
+
+
+def _call_again(strategy: AdapterStrategy, grid: ReplyStream, agreed: dict[str, str]) -> None:
+    """Let a strategy whose sums outlive a round ask before each later one who is there."""
+    if isinstance(strategy, FAAST | Grouped):
+        told = strategy.config, grid, agreed, strategy.journal
+        strategy.roll_call = later_calls(*told)
 
 
 def _keeping(

@@ -70,22 +70,34 @@ def agree(
 
 def _held_by_most(config: RunConfig, roster: Roster) -> tuple[dict[str, str], dict[int, str]]:
     """Return what most have in common, and of each that has not, why: partition -> sentence."""
-    mixed = config.method == "faast" and config.faast.mixed
-    shared = ("classes", "data") if mixed else ("base", "tokenizer", "values", "data")
+    shared = _in_common(config)
     known = {"version": __version__, "recipe": config.digest()}
     every = {p: _shared(said, shared) for p, said in sorted(roster.properties.items())}
     ours = [told for p, told in every.items() if not _differs(roster.properties[p], known)]
     votes = Counter(ours or list(every.values())).most_common(1)  # of a tie, the lowest partition's
     expected = {**known, **dict(votes[0][0] if votes else ())}
+    return expected, differing(config, roster, expected)
+
+
+def differing(config: RunConfig, roster: Roster, expected: Mapping[str, str]) -> dict[int, str]:
+    """Return of each node that has not what was agreed on, why: partition -> sentence."""
     odd = {}
     for partition in roster.partitions:
         try:
-            _check(roster, partition, expected, (*known, *shared))
-            if mixed:
+            _check(roster, partition, expected, ("version", "recipe", *_in_common(config)))
+            if _mixed(config):
                 manifest_of(roster, partition)
         except Refusal as refusal:
             odd[partition] = str(refusal)
-    return expected, odd
+    return odd
+
+
+def _mixed(config: RunConfig) -> bool:
+    return config.method == "faast" and config.faast.mixed
+
+
+def _in_common(config: RunConfig) -> tuple[str, ...]:
+    return ("classes", "data") if _mixed(config) else ("base", "tokenizer", "values", "data")
 
 
 def _shared(said: Mapping[str, Any], keys: Sequence[str]) -> tuple[tuple[str, str], ...]:

@@ -4,7 +4,8 @@
 Fast weights ``W = K^+ V`` depend on all clients' keys and values only through ``K'K`` and ``K'V``,
 which are sums over rows.  So the server adds what clients send and solves the least-squares problem
 of all rows together: the same weights for every split, to rounding.  One round is all it takes; in
-later rounds clients join who were not drawn, failed, or have a new revision of their rows.
+later rounds clients join who were not drawn, failed or came since, and those with a new revision of
+their rows replace what they had sent.
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ from fedloom.rules.shares import listing
 from fedloom.rules.solving import FastWeights
 from fedloom.strategies.adapter_strategy import AdapterStrategy
 from fedloom.strategies.checkpoint import Checkpoint, State, Torn
-from fedloom.strategies.roster import ReplyStream
+from fedloom.strategies.gate import Gate
+from fedloom.strategies.inbox import Inbox
+from fedloom.strategies.later_calls import RollCall, joined
+from fedloom.strategies.roster import ReplyStream, Roster
 from fedloom.strategies.shares import Shares
 from fedloom.strategies.shelf import Choice, SumsShelf, summed_arrays, summed_of
 from fedloom.strategies.tallies import keep_rows
@@ -62,6 +66,8 @@ class FAAST(AdapterStrategy):
 
     action = "faast"  # served by fedloom.clients.faast
     train_metrics = ("revision",)
+    roll_call: RollCall | None = None
+    """Asks before a later round who is there; without it those of the first roll call stay."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
@@ -91,8 +97,11 @@ class FAAST(AdapterStrategy):
         """Ask those of the round's clients whose rows are not in the sums; nothing goes down."""
         self._grid, self._sent = grid, border.unpack_arrays(arrays)
         self.server_round, self.round_facts = server_round, {}
-        asked = [partition for partition in self._drawn(server_round) if self._has_news(partition)]
         assert isinstance(grid, ReplyStream)
+        if server_round > 1 and self.roll_call is not None:
+            found = self.roll_call(server_round, self.roster, {self.manifest.digest()})
+            self.take_in(server_round, grid, found)
+        asked = [partition for partition in self._drawn(server_round) if self._has_news(partition)]
         asked = self.shares.begin(grid, server_round, asked)
         told = {**config, **self.train_config(server_round)}
         nothing, each = ArrayRecord(), self.shares.told
@@ -105,13 +114,44 @@ class FAAST(AdapterStrategy):
         heeded = self.shares.heed(replies, self.inbox.partition)
         return super().aggregate_train(server_round, heeded)
 
+    def take_in(self, server_round: int, grid: ReplyStream, found: Roster) -> None:
+        """Go on with those who answered a later roll call; say who came, went or has news."""
+        before, seconds = self.roster, self.config.sampling.reply_seconds
+        self._grid, self.roster = grid, joined(before, found)
+        of_run = self.run_token, self.manifest.digest(), seconds
+        self.inbox = Inbox(self.roster, self.journal, *of_run)
+        self.gate = Gate(self.config, self.roster, self.journal)
+        self.shares.meet(self.roster)
+        come = [p for p in found.partitions if p not in before.nodes]
+        held, why = self.contributions, self.shares.why_not_replaced
+        news = [p for p in found.partitions if held.is_news(p, self._revision(p))]
+        held_back = [p for p in news if p in held and why]
+        self.journal.event(
+            "roll-call",
+            round=server_round,
+            answered=len(found.nodes),
+            joined=come,
+            nodes=[{"partition": p, "name": self.roster.name(p)} for p in come],
+            revised={
+                str(p): self._revision(p)
+                for p in news
+                if p not in held_back and (p in held or p in held.gone)
+            },
+            held_back={str(p): f"revision {self._revision(p)}: {why}" for p in held_back},
+            absent=[p for p in before.partitions if p not in found.nodes],
+        )
+        if come:
+            told: dict[str, Any] = {"round": server_round, "frozen": True}
+            frozen = self._messages("evaluate", "frozen", server_round, come, ArrayRecord(), told)
+            self._gather_scores(server_round, "frozen", grid.send_and_receive(frozen))
+
+    def _revision(self, partition: int) -> int:
+        return int(self.roster.properties.get(partition, {}).get("revision", 1))
+
     def _has_news(self, partition: int) -> bool:
-        if partition not in self.contributions:
-            return True
-        if self.shares.masked:  # no one has its old sums to take out
+        if not self.contributions.is_news(partition, self._revision(partition)):
             return False
-        told = int(self.roster.properties.get(partition, {}).get("revision", 1))
-        return told > self.contributions[partition].revision
+        return partition not in self.contributions or not self.shares.why_not_replaced
 
     def read_update(self, server_round: int, partition: int, records: RecordDict) -> Update:
         """Read sums as they are and hold them against what sums can be, before they are added."""
@@ -128,6 +168,8 @@ class FAAST(AdapterStrategy):
         count, rows = metrics[border.WEIGHT], self._rows_to_sum(partition)
         update = self.shares.read(arrays, count, who, partition, rows)
         self._check_rows(update, who)
+        held = self.contributions.total.weight if len(self.contributions) else 0.0
+        self.config.faast.check_room(held + count, f"{who} and those before it")
         revision = int(metrics["revision"])
         old = self.contributions.check(partition, revision, digest_of(update))
         if old is not None and self.shelf.find(partition, old.revision) is None:
@@ -219,14 +261,14 @@ class FAAST(AdapterStrategy):
         choice = asdict(self.choice) if self.choice else None
         total = self.contributions.total if len(self.contributions) else None
         tree: dict[str, Any] = {"clients": self.contributions.to_tree(), "solved": choice}
-        tree["weight"] = total.weight if total else 0.0
+        tree |= {"weight": total.weight if total else 0.0, "gone": self.contributions.gone_tree()}
         return State(summed_arrays(total) if total else {}, tree)
 
     def restore(self, state: State) -> None:
         """Take up the sums of an earlier process; the shelf may be a torn round ahead of them."""
         tree = state.tree
         total = summed_of(state.arrays, tree["weight"]) if state.arrays else None
-        self.contributions = Contributions.from_tree(total, tree["clients"])
+        self.contributions = Contributions.from_tree(total, tree["clients"], tree.get("gone"))
         self._needed_before = {(p, self.contributions[p].revision) for p in self.contributions}
         if tree["solved"] is not None:
             self.choice = Choice(**tree["solved"])
@@ -298,7 +340,8 @@ class FAAST(AdapterStrategy):
         """Let every client score all solutions on its validation rows; return the best's place."""
         given, grid = self.config.faast, self._grid
         assert grid is not None
-        asked = [p for p in self.roster.partitions if self._validation_rows(p)]
+        gone = self.contributions.gone.keys() - set(self.contributions)
+        asked = [p for p in self.roster.partitions if self._validation_rows(p) and p not in gone]
         told: dict[str, Any] = {
             **self._round_config(server_round),
             "validation": True,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from logging import INFO
 from typing import Any
 
@@ -27,8 +27,10 @@ from fedloom.config import RunConfig
 from fedloom.errors import Refusal
 from fedloom.strategies.adapter_strategy import AdapterStrategy
 from fedloom.strategies.checkpoint import Checkpoint, State, Torn
+from fedloom.strategies.faast import FAAST
 from fedloom.strategies.groups import Group, GroupJournal, Outbox, merged
 from fedloom.strategies.journal import Journal
+from fedloom.strategies.later_calls import RollCall, joined, part_of
 from fedloom.strategies.roster import ReplyStream, Roster
 from fedloom.strategies.tallies import announce
 from fedloom.wire import Arrays, Manifest, Update
@@ -79,6 +81,8 @@ class Grouped(AdapterStrategy):
     """
 
     action = "faast"
+    roll_call: RollCall | None = None
+    """As of ``FAAST``."""
 
     def __init__(
         self,
@@ -147,7 +151,23 @@ class Grouped(AdapterStrategy):
         for member, replies in self._heard(asked):
             member.strategy._gather_scores(0, "frozen", replies)
 
+    def _call(self, server_round: int) -> None:
+        """Hold a later round's roll call once for all groups, each of which takes in its own."""
+        if server_round < 2 or self.roll_call is None:
+            return
+        of_run = {member.group.manifest for member in self.members}
+        found = self.roll_call(server_round, self.roster, of_run)
+        self.roster = joined(self.roster, found)
+        for member in self.members:
+            told = found.properties.items()
+            mine = [p for p, said in told if said.get("manifest") == member.group.manifest]
+            if isinstance(member.strategy, FAAST):
+                with member.named():
+                    member.strategy.take_in(server_round, member.grid, part_of(found, mine))
+                member.group = replace(member.group, roster=member.strategy.roster)
+
     def _train(self, server_round: int) -> None:
+        self._call(server_round)
         asked = []
         for member in self.members:
             given = server_round, member.arrays, ConfigRecord(), member.grid

@@ -178,6 +178,7 @@ def roll_call(
     build: Callable[[int], Message],
     check: Callable[[Mapping[str, Any]], int],
     journal: Journal,
+    server_round: int = 0,
 ) -> tuple[Roster, list[Dropped]]:
     """Ask every node which partition it holds; no model is loaded for the answer.
 
@@ -185,6 +186,8 @@ def roll_call(
     ----------
     check
         Looks at what a node says and returns its partition; a ``Refusal`` leaves it out.
+    server_round
+        In whose books it is entered; 0 is before the first.
 
     Returns
     -------
@@ -196,16 +199,16 @@ def roll_call(
     """
     told: dict[int, list[tuple[int, dict[str, Any]]]] = defaultdict(list)
     dropped: list[Dropped] = []
-    where: dict[str, Any] = {"server_round": 0, "phase": "properties"}
+    where: dict[str, Any] = {"server_round": server_round, "phase": "properties"}
     for reply in grid.send_and_receive([build(node) for node in nodes]):
         node, partition, said = grid.destination(reply), -1, {}
         if reply.has_error():
             reason, trace, refused = border.failure_reason(reply)
-            journal.weigh_error(reply, server_round=0, partition=-1)
+            journal.weigh_error(reply, server_round=server_round, partition=-1)
             if refused:
                 dropped.append(Dropped(-1, node, reason, True))
                 continue
-            lost = {"round": 0, "phase": "properties", "partition": -1, "node": node}
+            lost = {"round": server_round, "phase": "properties", "partition": -1, "node": node}
             journal.event("client-failed", **lost, reason=reason, traceback=trace)
             continue
         try:

@@ -63,8 +63,13 @@ class SecureSum:
         bits: int = BITS,
         seconds: float | None = None,
     ) -> None:
-        self.roster, self.run, self.journal = roster, run, journal or Journal()
+        self.run, self.journal = run, journal or Journal()
         self.threshold, self.bits, self.seconds = threshold, bits, seconds
+        self.meet(roster)
+
+    def meet(self, roster: Roster) -> None:
+        """Take these for the nodes that are there, between two sums."""
+        self.roster = roster
         self._partition_of = {node: p for p, node in roster.nodes.items()}
 
     def begin(self, grid: ReplyStream, server_round: int, partitions: Collection[int]) -> list[int]:

@@ -19,6 +19,7 @@ from fedloom import border
 from fedloom.config import RunConfig
 from fedloom.rules.admission import check_noisy, check_sums
 from fedloom.rules.candidates import candidates
+from fedloom.rules.exact import check_rounded
 from fedloom.rules.fixed_point import rounding_bound
 from fedloom.rules.private import client_sigma, solve_noisy
 from fedloom.rules.shares import COUNT, Noise, gram_of
@@ -85,6 +86,22 @@ class Shares:
             self._releases.update(partitions)
         return partitions
 
+    @property
+    def why_not_replaced(self) -> str:
+        """Why nobody's sums can be taken out of the total again; empty if they can."""
+        if self.masked:
+            return "the sums that it would replace came under masks, and nobody has them"
+        if self.noise is not None:
+            return "the noisy sums that it would replace were not kept, and another release costs"
+        if not self.given.keep_sums:
+            return "the sums that it would replace were not kept; see faast.keep-sums"
+        return ""
+
+    def meet(self, roster: Roster) -> None:
+        """Take these for the nodes that are there, between two rounds."""
+        if self._sum is not None:
+            self._sum.meet(roster)
+
     def state(self) -> State:
         """Return the books: noise in the total, releases, and who was lost."""
         releases = {str(p): n for p, n in self._releases.items()}
@@ -131,8 +148,15 @@ class Shares:
     def read(self, arrays: Arrays, count: float, who: str, partition: int, rows: int) -> Update:
         """Read one client's arrays that have no masks, and hold them against what they can be."""
         if self.noise is None:
-            update = Update.summed(arrays, count, partition)
-            check_sums(gram_of(update), who, rows=rows)
+            update, bits, rounding = (
+                Update.summed(arrays, count, partition),
+                self.given.exact_bits,
+                0.0,
+            )
+            if bits:
+                check_rounded(arrays, bits, who)
+                rounding = rounding_bound(1, bits)
+            check_sums(gram_of(update), who, rows=rows, rounding=rounding)
             return update
         update = _noisy_update(arrays, partition)
         check_noisy(gram_of(update), who, self.noise.sigma)

@@ -76,7 +76,7 @@ class SumsShelf:
         """Keep the total with what rounding took from it, whose it is, and how it was solved."""
         total = held.total
         self._write(_TOTAL, _pack(summed_arrays(total), total.weight))
-        tree = {"solved": asdict(choice), "clients": held.to_tree()}
+        tree = {"solved": asdict(choice), "clients": held.to_tree(), "gone": held.gone_tree()}
         self._write(_LEDGER, json.dumps(tree, indent=1, sort_keys=True).encode())
 
     def restore(self) -> tuple[Contributions, Choice]:
@@ -94,7 +94,8 @@ class SumsShelf:
         try:
             total = summed_of(arrays, count)
             tree = json.loads(ledger)
-            return Contributions.from_tree(total, tree["clients"]), Choice(**tree["solved"])
+            held = Contributions.from_tree(total, tree["clients"], tree.get("gone"))
+            return held, Choice(**tree["solved"])
         except (ValueError, KeyError, TypeError) as error:
             raise Refusal(f"{self.folder} holds no ledger of sums: {error!r}") from error
 

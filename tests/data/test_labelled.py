@@ -36,6 +36,16 @@ def test_a_row_is_named_by_content_and_label():
     assert all(len(row) == 16 for row in data.rows())
 
 
+def test_no_two_rows_share_a_name_whatever_is_in_them():
+    """Marks between the parts are in texts and labels, too, and so are brackets and quotes."""
+    odd = [("a|b", "c"), ("a", "b|c"), ('a", "b', "c"), ("a", 'b", "c'), ("", "a|b|c"), ("ä", "c")]
+    names = [labelled._row(*row) for row in odd]
+    assert len(set(names)) == len(odd)
+    pixels = np.frombuffer(b"|1||", np.uint8)
+    pictures = [(pixels[:2], "||1"), (pixels, "1"), (pixels.reshape(2, 2), "1"), (pixels[:0], "1")]
+    assert len({labelled._row(*row) for row in pictures}) == len(pictures)
+
+
 @pytest.mark.parametrize("ending", ["csv", "jsonl"])
 def test_tables_of_one_s_own(tmp_path, ending):
     rows = [("It rained.", "wet", "x"), ("It shone.", "dry", "y"), ("It poured.", "wet", "y")]

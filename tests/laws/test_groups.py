@@ -23,6 +23,8 @@ from fedloom.simulations.findings import report_data
 from fedloom.simulations.inprocess import InProcessGrid, run_in_process, serve_on
 from fedloom.simulations.progress import Picture, plain_lines
 from fedloom.simulations.report import summary, write_report
+from fedloom.strategies.checkpoint import Checkpoint
+from fedloom.strategies.shelf import SumsShelf
 
 from crashes import left, run_with_crashes, told
 from fast import off, weights_of
@@ -184,7 +186,18 @@ def test_forgetting_a_client_leaves_the_other_group_alone(mixed, capsys):
     (proof,) = map(json.loads, (folder_of(config) / "forgotten.jsonl").read_text().splitlines())
     assert (proof["group"], proof["clients-left"]) == (folders[B].name, 1)
     assert proof["weights-after"] == (folders[B] / "adapter/digest.txt").read_text().strip()
-    assert not (folder_of(config) / "checkpoints").exists()
+    (kept,) = (folder_of(config) / "checkpoints").iterdir()
+    last = Checkpoint.read(kept)
+    for encoder, clients in {A: ["0", "2", "4"], B: ["1"]}.items():
+        part, folder = last.part(f"{folders[encoder].name}.sums"), folders[encoder]
+        assert sorted(part.tree["clients"]) == clients
+        assert (last.arrays[f"{folder.name}/weights"] == weights_in(folder)).all()
+        total = {f"sum/{n}": a for n, a in _total(folder).sums.items()}
+        assert all((part.arrays[name] == array).all() for name, array in total.items())
+
+
+def _total(folder: Path):
+    return SumsShelf(folder / "sums").restore()[0].total
 
 
 def test_one_encoder_in_the_list_is_a_run_as_ever(tmp_path):

@@ -73,6 +73,22 @@ def test_what_would_make_the_ledger_lie_is_refused_and_changes_nothing(act, said
     assert (arrays_digest(made.total.whole()), made.to_tree()) == before
 
 
+def test_a_deleted_client_comes_back_with_a_higher_revision_only():
+    made = held(1, 2)
+    made.delete(1, 1, sums(1))
+    assert [made.is_news(1, r) for r in (1, 2)] == [False, True]
+    with pytest.raises(Refusal, match="revision 1 was deleted; it may join again"):
+        made.add(1, 1, sums(1, seed=3))
+    read = Contributions.from_tree(made.total, made.to_tree(), made.gone_tree())
+    for one in (made, read):
+        one.add(1, 2, sums(1))
+        assert arrays_digest(one.total.whole()) == arrays_digest(held(1, 2).total.whole())
+        assert (sorted(one), one.gone) == ([1, 2], {1: 1})
+        assert [one.is_news(p, 2) for p in (1, 2, 3)] == [False, True, True]
+        one.delete(1, 2, sums(1))
+        assert one.gone == {1: 2}
+
+
 def test_the_last_client_is_not_deleted_into_nothing():
     with pytest.raises(Refusal, match="the only one"):
         held(1).delete(1, 1, sums(1))

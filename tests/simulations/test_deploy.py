@@ -162,6 +162,7 @@ def test_settings_are_held_to_what_is_known(made, tmp_path):
         (('data = ""', 'data = "absent.jsonl"'), "is not there"),
         (('encoder = ""', 'encoder = "lm:path:absent"'), "encoder = lm:path:absent, but .*absent"),
         (('encoder = ""', "encoder = 'say \"x\"'"), "without quotes"),
+        (("revision = 1", "revision = 0"), "revision = 0, expected 1 or above"),
         (("superlink =", "#"), "lacks a key"),
         (("superlink", "= ="), "cannot be read"),
     ):
@@ -181,6 +182,8 @@ def test_settings_are_held_to_what_is_known(made, tmp_path):
         (tmp_path / "node.toml").write_text(own)
         config = Node.read(tmp_path).config()
         assert config == f'partition-id=0 num-partitions=3 encoder="{told}"'
+    (tmp_path / "node.toml").write_text(text.replace("revision = 1", "revision = 2"))
+    assert Node.read(tmp_path).config() == "partition-id=0 num-partitions=3 revision=2"
     broken = (made / "coordinator/coordinator.toml").read_text().replace('"here"', '"there"')
     (tmp_path / "coordinator.toml").write_text(broken)
     with pytest.raises(Refusal, match="expected here or anywhere"):

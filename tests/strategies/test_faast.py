@@ -163,6 +163,8 @@ def test_later_rounds_ask_those_who_are_not_in_or_have_news():
     keys, values = pile(60, 5)
     made.fold([upload(keys[:30], values[:30], 0), upload(keys[30:], values[30:], 1)], {})
     made.roster = Roster(made.roster.nodes, {1: {"revision": 2}})
+    assert [p for p in range(3) if made._has_news(p)] == [2]  # no one has what it would replace
+    made.shares.given = recipe(**{"faast.keep-sums": True}).faast
     assert [p for p in range(3) if made._has_news(p)] == [1, 2]
 
 

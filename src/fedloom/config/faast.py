@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from fedloom.config.checks import at_least, check_masks, one_of
 from fedloom.errors import Refusal
 
+_MOST_BITS = 52
+"""As many as a float64 has after the point of a number near one."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class FaastConfig:
@@ -69,6 +72,13 @@ class FaastConfig:
     keep_sums: bool = False
     """The server keeps each client's sums, so that a client can be replaced or forgotten without
     sending them again."""
+    exact_bits: int = 0
+    """Clients round their sums to so many bits after the point, and the server's total is whole
+    numbers of such steps: what is left when a client is forgotten is, to the last bit, what a run
+    without it has, weights too. 40 is a good number; 0 leaves sums as float64 has them."""
+    pause_seconds: float = 0.0
+    """Wait so long before a later round's roll call; 0 holds rounds one upon another. Who came in
+    the meantime, or has a later revision, is asked for sums (docs/faast.md)."""
 
     def __post_init__(self) -> None:
         one_of("faast.values", self.values, ("one-hot", "labels"))
@@ -81,6 +91,7 @@ class FaastConfig:
             )
         at_least("faast.ridge", self.ridge, 0)
         at_least("faast.min-count", self.min_count, 1)
+        at_least("faast.pause-seconds", self.pause_seconds, 0)
         if self.max_count:
             at_least("faast.max-count", self.max_count, self.min_count)
         for key, text in (("faast.alphas", self.alphas), ("faast.priors", self.priors)):
@@ -115,6 +126,16 @@ class FaastConfig:
                 f"faast.keep-sums = true with {mode}: a replaced client would release the same rows"
                 " again, with more noise to pay for; set it to false"
             )
+        if not 0 <= self.exact_bits <= _MOST_BITS:
+            raise Refusal(
+                f"faast.exact-bits = {self.exact_bits}: expected 1 to {_MOST_BITS} bits after the"
+                " point, or 0 for float64 as it is"
+            )
+        if self.exact_bits and self.shares != "sums":
+            raise Refusal(
+                f"faast.exact-bits = {self.exact_bits} with {mode}: nobody can be taken out of its"
+                ' total, exactly or not; set it to 0, or faast.shares = "sums"'
+            )
         self._check_noise(mode)
 
     def _check_noise(self, mode: str) -> None:
@@ -138,6 +159,27 @@ class FaastConfig:
             raise Refusal(
                 f'faast.priors = "{self.priors}" with {mode}: the best is chosen by exact scores of'
                 " training rows, which no noise covers; set one prior"
+            )
+
+    def check_room(self, rows: float, who: str) -> None:
+        """Refuse so many rows that exact sums over them could leave 64 bits.
+
+        Keys and values have length one at most, so no number of a sum is above its rows.
+
+        Raises
+        ------
+        Refusal
+            Naming how many bits there is room for.
+
+        >>> FaastConfig(exact_bits=40).check_room(2**23 - 1, "a run")
+        """
+        most = 2.0 ** (63 - self.exact_bits)
+        if self.exact_bits and rows >= most:
+            fits = 63 - int(rows).bit_length()
+            raise Refusal(
+                f"faast.exact-bits = {self.exact_bits}: {who} may sum {rows:.0f} rows, a number of"
+                f" a sum may be as large, and whole numbers of 64 bits hold less than {most:.0f};"
+                f" set it to {fits} or lower, or lower data.max-train or faast.max-count"
             )
 
     @property

@@ -166,6 +166,9 @@ class RunConfig:
                     f'{key} = "{came}" with method = "faast": its sums are added and nothing else;'
                     f" leave {key} out"
                 )
+        most = min(self.data.max_train, self.faast.max_count or self.data.max_train)
+        count = self.clients.count
+        self.faast.check_room(count * most, f"clients.count = {count} clients")
 
     def _check_refine(self) -> None:
         if self.data.task != "mmlu" or self.rounds != 1:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,12 +52,14 @@ class Labelled:
 
 
 def _row(item: Any, label: str) -> str:
+    # JSON says where one part ends: with a plain mark between, "a|b" and "c" are "a" and "b|c".
     if isinstance(item, str):
-        data = item.encode()
+        data = json.dumps([item, label]).encode()
     else:
         plain = np.ascontiguousarray(item)
-        data = f"{plain.dtype.str}|{plain.shape}|".encode() + plain.tobytes()
-    return hashlib.sha256(data + b"|" + label.encode()).hexdigest()[:16]
+        head = json.dumps([plain.dtype.str, plain.shape, label])
+        data = head.encode() + plain.tobytes()
+    return hashlib.sha256(data).hexdigest()[:16]
 
 
 @functools.lru_cache(maxsize=2)

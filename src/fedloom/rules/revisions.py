@@ -2,7 +2,9 @@
 """Whose sums are in a total, in which revision: what may be added, replaced and deleted.
 
 A total of sums takes any contribution, twice as well as once; this ledger is what makes adding
-idempotent and deleting honest.  It holds a digest of each contribution and not the contribution.
+idempotent and deleting honest.  It holds a digest of each contribution and not the contribution; of
+a deleted one nothing but the number of its revision, which the same client must exceed to come
+back.
 """
 
 from __future__ import annotations
@@ -46,9 +48,14 @@ class Contributions:
     """
 
     def __init__(
-        self, total: Update | None = None, entries: Mapping[int, Entry] | None = None
+        self,
+        total: Update | None = None,
+        entries: Mapping[int, Entry] | None = None,
+        gone: Mapping[int, int] | None = None,
     ) -> None:
         self._total, self._entries = total, dict(entries or {})
+        self.gone = dict(gone or {})
+        """Partition -> the last revision of it that was deleted."""
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._entries)
@@ -81,7 +88,8 @@ class Contributions:
         Raises
         ------
         Refusal
-            If it was here before, under this or another client's name, or is no later revision.
+            If it was here before, under this or another client's name, or is no later revision
+            than one that is held or was deleted.
         """
         if revision < 1:
             raise Refusal(f"client {partition}: revision {revision} came, expected 1 or above")
@@ -98,7 +106,19 @@ class Contributions:
                 f"client {partition}: revision {revision} came, revision {held.revision} is held;"
                 " other sums need a higher revision"
             )
+        if held is None and revision <= self.gone.get(partition, 0):
+            raise Refusal(
+                f"client {partition}: revision {revision} came, revision {self.gone[partition]} was"
+                " deleted; it may join again with a higher revision"
+            )
         return held
+
+    def is_news(self, partition: int, revision: int) -> bool:
+        """Tell whether a client's rows of this revision are neither in the total nor deleted."""
+        held = self._entries.get(partition)
+        if held is None and partition not in self.gone:
+            return True
+        return revision > (held.revision if held is not None else self.gone[partition])
 
     def add(self, partition: int, revision: int, update: Update, old: Update | None = None) -> None:
         """Add a client's sums, in place of its ``old`` ones if it has some in the total.
@@ -156,21 +176,29 @@ class Contributions:
         self._check_old(partition, held, old)
         self._put(-old if old is not None else None)
         del self._entries[partition]
+        self.gone[partition] = revision
 
     def to_tree(self) -> dict[str, dict[str, Any]]:
         """Return the entries as plain JSON."""
         return {str(partition): asdict(entry) for partition, entry in self._entries.items()}
 
+    def gone_tree(self) -> dict[str, int]:
+        """Return the deleted clients' revisions as plain JSON."""
+        return {str(partition): revision for partition, revision in self.gone.items()}
+
     @classmethod
     def from_tree(
-        cls, total: Update | None, tree: Mapping[str, Mapping[str, Any]]
+        cls,
+        total: Update | None,
+        tree: Mapping[str, Mapping[str, Any]],
+        gone: Mapping[str, Any] | None = None,
     ) -> Contributions:
-        """Read what ``to_tree`` made, for the total that it belongs to."""
+        """Read what ``to_tree`` and ``gone_tree`` made, for the total that they belong to."""
         entries = {
             int(name): Entry(int(e["revision"]), float(e["count"]), str(e["digest"]))
             for name, e in tree.items()
         }
-        return cls(total, entries)
+        return cls(total, entries, {int(name): int(r) for name, r in (gone or {}).items()})
 
     def _check_old(self, partition: int, held: Entry, old: Update | None) -> None:
         if not held.digest:
