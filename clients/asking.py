@@ -55,7 +55,7 @@ def asking(config: RunConfig, partition: int, base: Base, reword: Reword) -> Ask
     """Write a node's questions down for others."""
     given = config.refine
     if given.question:
-        texts = [given.question] if given.receiver == partition else []
+        texts = [given.question] if given.mutual or given.receiver == partition else []
         return Asking(texts, texts)
     cue = letter_tokens(base.tokenizer).cue
     questions = questions_of(config, partition)

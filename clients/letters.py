@@ -21,9 +21,13 @@ from fedloom.refining import Request, Sender, Written, background, export, measu
 from fedloom.refining.selection import NONE as NONE
 from fedloom.refining.selection import TEXT as TEXT
 from fedloom.secure.channel import Channel, session_of
+from fedloom.slices.geometry import Geometry
 from fedloom.slices.reading import FrameError
 
 Arrays = dict[str, NDArray[Any]]
+Tapped = list[tuple[str, bytes]]
+UNASKED = "unasked"
+"""Why nothing came of a sender that was not chosen: no fallback."""
 _MOST = 4096  # questions in one message
 _LONGEST = 1024  # tokens of a message in words
 
@@ -59,8 +63,25 @@ def sessions_of(nonce: bytes, asked: int, count: int) -> list[bytes]:
     return [session_of(nonce, asked, number) for number in range(count)]
 
 
-def answered(letter: bytes, base: Base, channel: Channel, max_tokens: int) -> Arrays:
-    """Do what a letter asks for, and seal it question by question."""
+def why_not(sender: Sender, way: str, own: Geometry) -> str:
+    """Say why a sender is not asked, or nothing if it is."""
+    if way in (NONE, TEXT):
+        return UNASKED if way == NONE else ""
+    if sender.fuser is None:
+        return "" if sender.geometry == own else "no-fuser"
+    return "" if sender.fuser.open_layers() else "shut"
+
+
+def answered(
+    letter: bytes, base: Base, channel: Channel, max_tokens: int, tapped: Tapped | None = None
+) -> Arrays:
+    """Do what a letter asks for, and seal it question by question.
+
+    Parameters
+    ----------
+    tapped
+        Takes each text with the frames that were made of it, as a line has them before any seal.
+    """
     body = json.loads(letter)
     texts = [str(text) for text in body["texts"]]
     if len(texts) > _MOST:
@@ -68,6 +89,8 @@ def answered(letter: bytes, base: Base, channel: Channel, max_tokens: int) -> Ar
     made = _words(body, texts, base, max_tokens)
     if made is None:
         made = _caches(body, texts, base, channel, max_tokens)
+        if tapped is not None:
+            tapped += zip(texts, made, strict=True)
     sealed = [channel.seal("cache", data, number) for number, data in enumerate(made)]
     return {f"{number:04d}": np.frombuffer(data, np.uint8) for number, data in enumerate(sealed)}
 

@@ -27,15 +27,20 @@ from fedloom import __version__, border, ciphers
 from fedloom.adapters.fuser import CacheFuser
 from fedloom.clients.asking import asking, kept, places_of, questions_of
 from fedloom.clients.bridge import AdapterClient, client_at, partition_of
+from fedloom.clients.eavesdrop import read_back
 from fedloom.clients.letters import (
     NONE,
     TEXT,
+    UNASKED,
+    Tapped,
     answered,
     cache_letter,
     message_of,
     sessions_of,
+    why_not,
     words_letter,
 )
+from fedloom.clients.mutual import hand_over, usable
 from fedloom.clients.refine_scores import metrics_of
 from fedloom.clients.workbench import device
 from fedloom.config import RunConfig
@@ -70,8 +75,6 @@ log = logging.getLogger(__name__)
 
 Arrays = dict[str, NDArray[Any]]
 _STATE = "fedloom-refine"
-UNASKED = "unasked"
-"""Why nothing came of a sender that was not chosen: no fallback."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +171,7 @@ class FedRefineClient(AdapterClient):
         choice = self._choose([sender for _, sender in peers], texts, config)
         for peer, sender in peers:
             way = given.dtype if choice is None else choice["chosen"].get(sender.name, NONE)
-            why = _why_not(sender, way, measured(self.base))
+            why = why_not(sender, way, measured(self.base))
             if asked.facts is not None and (not texts or aligned([sender])):
                 why = UNASKED  # nothing to show, or a fuser that needs both to read one text
             if why:
@@ -177,7 +180,7 @@ class FedRefineClient(AdapterClient):
             if choice is not None and way == TEXT:
                 body = words_letter(asked.bare, choice["message_tokens"])
             else:
-                sessions = sessions_of(nonce, peer.partition, len(texts))
+                sessions = sessions_of(nonce, peer.partition, given.mutual or len(texts))
                 body = cache_letter(given, texts, sender, way, sessions)
             channel = self._channel(peer.public, exchange, self.partition_id, peer.partition)
             sealed = channel.seal("question", body, 0)
@@ -223,11 +226,15 @@ class FedRefineClient(AdapterClient):
         self, arrays: Arrays, config: Mapping[str, Any]
     ) -> tuple[Arrays, dict[str, Any]]:
         """Read another node's questions and seal a slice of the cache of each."""
+        if self.config.refine.mutual:
+            return hand_over(self, arrays, config), {}
         exchange, asker = str(config["exchange"]), int(config["asker"])
         public = bytes.fromhex(str(config["public"]))
         channel = self._channel(public, exchange, asker, self.partition_id)
         opened = channel.open("question", arrays["letter"].tobytes(), 0)
-        return answered(opened, self.base, channel, self.config.refine.max_tokens), {}
+        given, tapped = self.config.refine, Tapped()
+        sealed = answered(opened, self.base, channel, given.max_tokens, tapped)
+        return sealed, read_back(self.base, tapped[: given.attack_frames])
 
     def evaluate(
         self, parameters: NDArrays, config: dict[str, Any]
@@ -265,8 +272,8 @@ class FedRefineClient(AdapterClient):
         """Answer the run's one question; the text is sealed for who asked, if they gave a key."""
         given = self.config.refine
         peers, nonce = self._peers(config), self._take_nonce(str(config["exchange"]))
-        senders = [self._sender(peer, config, dict(arrays), nonce, 0) for peer in peers]
-        text = given.question
+        number, text = max(given.mutual - 1, 0), given.question  # of the last exchange
+        senders = [self._sender(peer, config, dict(arrays), nonce, number) for peer in peers]
         answer = self._refined(text, text, senders, config, given.new_tokens)
         alone = refine(self.base, text, [], max_new_tokens=given.new_tokens)
         said = json.dumps({"answer": answer.text, "standalone": alone.text}).encode()
@@ -332,7 +339,7 @@ class FedRefineClient(AdapterClient):
                 found = fusers.find(digests, peer.geometry, measured(self.base))
             except Refusal as error:  # a damaged file: this pair has no fuser
                 log.warning("%s", error)
-            self._fusers[peer.partition] = found
+            self._fusers[peer.partition] = usable(found, self.config.refine.mutual)
         return self._fusers[peer.partition]
 
     def _peers(self, config: Mapping[str, Any]) -> list[_Peer]:
@@ -374,15 +381,6 @@ class FedRefineClient(AdapterClient):
             )
         self._store(f"nonce-{exchange}", b"")
         return bytes(nonce)
-
-
-def _why_not(sender: Sender, way: str, own: Geometry) -> str:
-    """Say why a sender is not asked, or nothing if it is."""
-    if way in (NONE, TEXT):
-        return UNASKED if way == NONE else ""
-    if sender.fuser is None:
-        return "" if sender.geometry == own else "no-fuser"
-    return "" if sender.fuser.open_layers() else "shut"
 
 
 def _listed(config: Mapping[str, Any], name: str) -> list[str]:

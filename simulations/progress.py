@@ -357,6 +357,8 @@ def _choice(event: Event) -> str:
 def _pair(event: Event) -> str:
     names = f"{event.get('receiver-model')} hearing"
     lost = f", {event['lost']} fell away" if event.get("lost") else ""
+    if _has(event, "recovered"):
+        lost += f"; {event['recovered']:.1%} of {event['attacked-tokens']} tokens read back"
     return (
         f"{names} {event.get('sender-model')} alone: {event['refined']:.1%} right,"
         f" {event['alone']:.1%} without, of {event['rows']:.0f} rows"

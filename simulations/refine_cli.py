@@ -19,6 +19,8 @@ from fedloom.cards import FuserCard, fuser_files, read_card
 from fedloom.errors import Refusal
 from fedloom.gains import ANY, Gains, read_gains
 from fedloom.simulations.needs import needs_node
+from fedloom.simulations.refine_mutual import answer_together, check_mutual, say_together
+from fedloom.simulations.refine_words import receipt_lines
 
 if TYPE_CHECKING:
     from fedloom.models.base import Base
@@ -65,6 +67,10 @@ Words = Annotated[
     typer.Option(min=0, help="Tokens of a message in words where no cache is left: 80; 0: none."),
 ]
 Shown = Annotated[str | None, typer.Option(help="What senders read in place of the question.")]
+Mutual = Annotated[
+    int | None,
+    typer.Option(min=1, help="Exchanges of Co-C2C: all models answer among each other's caches."),
+]
 Device = Annotated[
     str | None, typer.Option(help="auto (by default; a GPU if there is one), cpu, cuda:0.")
 ]
@@ -106,6 +112,7 @@ def refine(
     words: Words = None,
     shown: Shown = None,
     rephrase: Rephrase = False,
+    mutual: Mutual = None,
     precision: Annotated[str, typer.Option(help="Of the models' weights.")] = "float32",
     device: Device = None,
     compare: Annotated[bool, typer.Option(help="Show the receiver's own answer, too.")] = False,
@@ -120,6 +127,8 @@ def refine(
     terms |= {"deadline": patience, "max_kl": max_kl, "max_norm": max_norm, "vote": vote}
     choice = _choice(select, task, privacy, dtype)
     private = _Shown.of(shown, rephrase, on)
+    if mutual is not None:
+        check_mutual(terms, {"select": select, "shown": shown, "words": words}, rephrase)
     if on is not None:
         from fedloom.simulations.refine_remote import ask_federation
 
@@ -130,13 +139,21 @@ def refine(
                 " --sender, --fuser, --shown, --words and --device out"
             )
         terms |= choice.remote() if choice else {}
+        terms |= {"mutual": mutual} if mutual is not None else {}
         given = (max_new_tokens, root_certificates, settings or [])
         told = ask_federation(on, question, receiver or "0", terms, *given)
-        _say(told, compare=compare, as_json=as_json)
+        say = _say if mutual is None else say_together
+        say(told, compare=compare, as_json=as_json)
         return
     if choice is not None and words is not None:
         raise Refusal("--words with --select: the file says who is asked for words; leave it out")
     receiver = receiver or "embedded:smollm2-135m"
+    if mutual is not None:
+        cards, sources = _cards(fuser or []), [receiver, *(sender or [])]
+        where = (precision, device or "auto")
+        told = answer_together(sources, cards, question, mutual, terms, max_new_tokens, where)
+        say_together(told, compare=compare, as_json=as_json)
+        return
     kept = _pairs(receiver, sender or [], fuser or [], alone=choice is None)
     models = _Models.of(receiver, kept, precision, device or "auto")
     answer = models.ask(question, terms, choice, words, private, max_new_tokens)
@@ -327,49 +344,3 @@ def _say(told: dict[str, Any], *, compare: bool, as_json: bool) -> None:
         typer.echo(f"\nalone: {told['standalone'].strip()}")
     for line in receipt_lines(told["receipt"]):
         typer.echo(line, err=True)
-
-
-def selection_lines(log: Mapping[str, Any]) -> list[str]:
-    """Word a choice: who is asked and how, then a line for each that was left."""
-    budget = log["budget"]
-    asked = ", ".join(f"{name} by {way}" for name, way in log["chosen"].items()) or "nobody"
-    facts = f"task {log['task']}, {budget['tokens']} tokens, deadline {budget['deadline']:g} s"
-    lines = [f"selected: {asked} ({facts}, privacy level {budget['privacy']})"]
-    for row in log["candidates"]:
-        if not row["taken"] and row["sender"] != "none":
-            how = "" if row["way"] == "any" else f" by {row['way']}"
-            lines.append(f"{row['sender']}{how}: left, {row['why']}")
-    return lines
-
-
-def receipt_lines(receipt: dict[str, Any]) -> list[str]:
-    """Word a receipt, a line a sender."""
-    from fedloom.simulations.amounts import duration, size
-
-    lines = selection_lines(receipt["selection"]) if receipt.get("selection") else []
-    if words := receipt.get("rephrasing"):
-        passed = f"senders read other words, {words['retries']} attempts were turned down"
-        kept = f"the question stayed at home: {words['retries']} attempts were turned down"
-        lines.append(passed if words["rephrased"] else kept)
-    for source in receipt["sources"]:
-        who = f"{source['name'] or source['model'][:12]}:"
-        if source["status"] == "used":
-            heard = f"used, {source['gates_open']} of {source['gates']} gates open"
-            facts = [heard] if source["gates"] else ["used, its own cache"]
-            if source["way"] == "text":
-                facts = ["used, its message in words"]
-            facts += [f"{source['tokens']} tokens, {size(source['bytes'])}"]
-            lines.append(f"{who} {', '.join(facts)}, {duration(source['seconds'])}")
-        elif source["status"] == "shut":
-            lines.append(f"{who} not asked, all gates are shut")
-        else:
-            lines.append(f"{who} FALLBACK ({source['cause']}): {source['reason']}")
-    if receipt["fallback"]:
-        kinds = {"fewer": "fewer senders", "t2t": "a sender's words", "standalone": "none: alone"}
-        lines.append(f"fallback: {kinds[receipt['fallback']]}")
-    spent = receipt["seconds"]
-    parts = [f"{k} {duration(v)}" for k, v in spent.items() if k != "total" and v >= 0.05]
-    split = f" ({', '.join(parts)})" if parts else ""
-    total = duration(spent.get("total", 0.0))
-    lines.append(f"{receipt['mode']}, {size(receipt['bytes'])} on the wire, {total}{split}")
-    return lines

@@ -39,6 +39,7 @@ _KEYS = {
     "select": "select",
     "task": "task",
     "privacy": "privacy-level",
+    "mutual": "mutual",
 }
 
 
@@ -52,6 +53,8 @@ def ask_federation(
     settings: Sequence[str],
 ) -> dict[str, Any]:
     """Submit the run, wait for it, and return ``answer``, ``standalone`` and ``receipt``.
+
+    With ``mutual`` in the terms it is the same of each node, as a list under ``answers``.
 
     Parameters
     ----------
@@ -80,10 +83,14 @@ def ask_federation(
     config = _recipe(settings, told)
     try:
         with _connection(on, root_certificates) as link:
-            line = link.answer(config)
+            lines = link.answers(config)
     except SuperLinkError as error:
         raise Refusal(f"--on {on}: {error}") from error
-    return {**opened(line, private), "receipt": line["receipt"]}
+    kept = ("partition", "model", "receipt")
+    told_back = [{**opened(x, private), **{key: x[key] for key in kept}} for x in lines]
+    if config.refine.mutual:
+        return {"answers": sorted(told_back, key=lambda each: int(each["partition"]))}
+    return {key: told_back[0][key] for key in ("answer", "standalone", "receipt")}
 
 
 def _recipe(settings: Sequence[str], told: Mapping[str, Any]) -> RunConfig:
@@ -109,15 +116,17 @@ class _Link:
     folder: Path
     environment: Mapping[str, str]
 
-    def answer(self, config: RunConfig) -> dict[str, Any]:
-        """Run a recipe of one question and find its answer in the log."""
+    def answers(self, config: RunConfig) -> list[dict[str, Any]]:
+        """Run a recipe of one question and find its answers in the log: one, or each node's."""
         app = write_app(self.folder / "app", config)
         run = str(self._json("run", str(app), self.name)["run-id"])
-        last = ""
-        for line in self._log(run, config.refine.deadline_seconds + _PATIENCE):
+        last, lines = "", list[dict[str, Any]]()
+        waits = max(config.refine.mutual, 1)  # one a turn
+        for line in self._log(run, waits * config.refine.deadline_seconds + _PATIENCE):
             if (at := line.find(MARK)) >= 0:
-                found: dict[str, Any] = json.loads(line[at + len(MARK) :])
-                return found
+                lines.append(json.loads(line[at + len(MARK) :]))
+                if len(lines) == lines[0]["answers"]:
+                    return lines
             last = line.strip() or last
         row = self._json("ls", self.name, "--run-id", run)["runs"][0]
         raise SuperLinkError(

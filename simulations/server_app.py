@@ -96,7 +96,8 @@ def run(grid: ReplyStream, config: RunConfig, folder: RunFolder, journal: Journa
         torn = stand.torn if stand is not None else ()
         strategy = _begin(grid, config, folder, journal, torn)
     if answers := [row for row in journal.rows["events"] if row["event"] == "answer"]:
-        _tell_answer(answers[-1])
+        for row in answers:
+            _tell_answer(row, len(answers))
         return ""
     if not any(row["round"] == strategy.budget.final for row in journal.of_phase("evaluate")):
         raise RuntimeError("no client could score the last round; its adapter is kept")
@@ -229,9 +230,10 @@ def _keeping(
     return keep
 
 
-def _tell_answer(row: dict[str, Any]) -> None:
-    """Write the one answer to the run's log, where whoever submitted the run finds it."""
-    told = {key: row[key] for key in ("receipt", "sealed", "public")}
+def _tell_answer(row: dict[str, Any], count: int) -> None:
+    """Write an answer, one of so many, to the run's log, where whoever submitted it finds it."""
+    told = {key: row[key] for key in ("partition", "model", "receipt", "sealed", "public")}
+    told["answers"] = count
     log(INFO, "%s%s", MARK, json.dumps(told))
 
 

@@ -26,6 +26,8 @@ from fedloom.errors import Refusal
 from fedloom.gains import read_gains
 from fedloom.secure.channel import ANSWER, ASK, EXPORT, HELLO, KEEP
 from fedloom.strategies.adapter_strategy import AdapterStrategy
+from fedloom.strategies.attacks import Attacks
+from fedloom.strategies.mutual import Meeting
 from fedloom.strategies.registry import Entry, Registry
 from fedloom.strategies.roster import ReplyStream
 from fedloom.strategies.tallies import keep_rows, macro, prefixed
@@ -84,6 +86,12 @@ class FedRefine(AdapterStrategy):
     def run(self, grid: ReplyStream, arrays: Arrays) -> Result:
         """Meet the nodes, give them their fusers, and let them answer."""
         self._grid = grid
+        if self.config.refine.mutual and not self.config.refine.question:
+            raise Refusal(
+                f"refine.mutual = {self.config.refine.mutual} without refine.question: Co-C2C"
+                " answers one question; give it, or ask with fedloom refine --mutual"
+            )
+        self._attacks = Attacks()
         registry = Registry(Path(self.config.refine.fusers))
         select = self.config.refine.select
         self._gains = {"gains": read_gains(select).to_json()} if select else {}
@@ -139,7 +147,8 @@ class FedRefine(AdapterStrategy):
 
     def _receives(self, partition: int) -> bool:
         """Say whether a node answers in this run: one that only reads for others needs no fuser."""
-        return not self.config.refine.question or partition == self.config.refine.receiver
+        given = self.config.refine
+        return not given.question or bool(given.mutual) or partition == given.receiver
 
     def _tell_registry(self, wanted: Mapping[int, list[Entry]]) -> None:
         entries = {e.digest: e for listed in wanted.values() for e in listed}
@@ -167,6 +176,7 @@ class FedRefine(AdapterStrategy):
         if rows:
             alone = macro([prefixed(row, "alone-") for row in rows])
             self.round_facts = {f"alone-{key}": value for key, value in alone.items()}
+            self.round_facts |= self._attacks.all()
         self._announce_round(_ROUND, rows)
 
     def _one_scored(
@@ -202,28 +212,58 @@ class FedRefine(AdapterStrategy):
                 refined=pair["correct"] / n,
                 alone=row["alone-correct"] / n,
                 **{key.replace("-", "_"): pair[key] for key in kept if key in pair},
+                **self._attacks.of(receiver, sender),
             )
 
     def _answer(
         self, grid: ReplyStream, peers: Mapping[int, Peer], fusers: Mapping[int, str]
     ) -> None:
-        """Let one node answer the run's question; keep its receipt and its sealed answer."""
-        receiver = self.config.refine.receiver
+        """Let one node answer the run's question, or all together; keep receipts and answers."""
+        receiver, rounds = self.config.refine.receiver, self.config.refine.mutual
+        if rounds:
+            found = self._meeting(grid, peers, fusers, rounds).answers()
+            kept = [p for p in sorted(found) if self._keep_answer(peers[p], found[p])]
+            if not kept:
+                raise AggregationError("no node gave an answer that can be read")
+            return
         if receiver not in peers:
             raise AggregationError(f"the receiver, partition {receiver}, is not there")
         came = self._exchange(grid, peers, receiver, fusers[receiver])
-        found: dict[int, RecordDict] = {}
+        found = {}
         if came is not None:
             found, _ = self._question(grid, ANSWER, {receiver: border.content(*came)})
         if receiver not in found:
             raise AggregationError(f"the receiver, partition {receiver}, gave no answer")
+        if not self._keep_answer(peers[receiver], found[receiver]):
+            raise AggregationError(f"partition {receiver}'s answer cannot be read")
+
+    def _keep_answer(self, peer: Peer, records: RecordDict) -> bool:
+        """Keep one node's receipt and its sealed answer; say whether they could be read."""
         try:
-            said = border.config_of(found[receiver])
-            text = border.arrays_of(found[receiver])["answer"].tobytes()
+            said = border.config_of(records)
+            text = border.arrays_of(records)["answer"].tobytes()
             told = {"receipt": json.loads(str(said["receipt"])), "public": str(said["public"])}
         except (KeyError, ValueError) as error:
-            raise AggregationError(f"partition {receiver}'s answer cannot be read") from error
-        self.journal.event("answer", round=_ROUND, partition=receiver, sealed=text.hex(), **told)
+            self.inbox.failed(_ROUND, ANSWER, peer.partition, f"an unreadable answer: {error!r}")
+            return False
+        who = {"partition": peer.partition, "model": peer.source}
+        self.journal.event("answer", round=_ROUND, **who, sealed=text.hex(), **told)
+        return True
+
+    def _meeting(
+        self, grid: ReplyStream, peers: Mapping[int, Peer], fusers: Mapping[int, str], rounds: int
+    ) -> Meeting:
+        def ask(
+            action: str, asked: Mapping[int, RecordDict], seconds: float | None
+        ) -> tuple[dict[int, RecordDict], dict[int, str]]:
+            return self._question(grid, action, asked, seconds)
+
+        def doubt(action: str, partition: int, reason: str) -> None:
+            self.inbox.failed(_ROUND, action, partition, reason)
+
+        told = {p: peer.told() for p, peer in peers.items()}
+        seconds = self.config.refine.deadline_seconds
+        return Meeting(ask, doubt, told, fusers, rounds=rounds, seconds=seconds)
 
     def _exchange(
         self, grid: ReplyStream, peers: Mapping[int, Peer], receiver: int, fusers: str
@@ -260,6 +300,7 @@ class FedRefine(AdapterStrategy):
         for sender, records in sorted(replies.items()):
             try:
                 arrays |= _slices(records, sender)
+                self._attacks.keep(receiver, sender, border.config_of(records))
             except Refusal as error:
                 self.inbox.failed(_ROUND, EXPORT, sender, str(error))
                 failed[sender] = "integrity"

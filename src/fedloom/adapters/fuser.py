@@ -32,6 +32,8 @@ MODES = ("prefix", "residual")
 SIZES = ("small", "c2c")
 SINKS = ("sender", "receiver", "none")
 _STEP = 8  # widths are multiples of it
+Pair = tuple[Tensor, Tensor]
+"""Keys and values of one receiver layer, [B, H, T, D]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,6 +221,7 @@ class CacheFuser(nn.Module):
         source: SliceBatch,
         target: SliceBatch | None = None,
         draw: Draw | None = None,
+        done: Mapping[int, Pair] | None = None,
     ) -> Guests:
         """Project a batch of slices.
 
@@ -230,10 +233,13 @@ class CacheFuser(nn.Module):
             The receiver's own slices, for residual fusion alone.
         draw
             Gates of a training step; without it they are open or shut.
+        done
+            What ``project`` has made before of the same slices, by receiver layer.
         """
         self._check(source, target)
         shown = self.layers if draw is not None else self.open_layers()
-        made = {n: self._project(n, source, target) for n in shown}
+        ready = done or {}
+        made = {n: ready[n] if n in ready else self.project(n, source, target) for n in shown}
         soft = None if draw is None else self.gates.log_soft(len(source.real_BT), draw)
         residual = target is not None
         return Guests(
@@ -261,10 +267,8 @@ class CacheFuser(nn.Module):
         if (target is not None) != (self.config.mode == "residual"):
             raise ValueError(f"a {self.config.mode} fuser and target = {target is not None}")
 
-    def _project(
-        self, n: int, source: SliceBatch, target: SliceBatch | None
-    ) -> tuple[Tensor, Tensor]:
-        """Return keys and values [B, H, T, D] for the receiver's layer ``n``."""
+    def project(self, n: int, source: SliceBatch, target: SliceBatch | None = None) -> Pair:
+        """Return keys and values for the receiver's layer ``n``; needs ``sources[n]`` alone."""
         parts = [self._features(source, "sender", s) for s in self._sources[n]]
         if target is not None:
             parts.append(self._features(target, "receiver", n))

@@ -55,6 +55,9 @@ class RefineConfig:
     refine --on`` sets it."""
     receiver: int = 0
     """With ``question``: the partition that answers."""
+    mutual: int = 0
+    """With ``question``: exchanges of Co-C2C, after which every node answers among all others'
+    caches; 0 lets ``receiver`` alone answer. From the second on, refined caches are exchanged."""
     new_tokens: int = 64
     """With ``question``: length of the answer, at most."""
     reply_key: str = ""
@@ -76,12 +79,24 @@ class RefineConfig:
     checked rewording is found for, nobody is asked (docs/fedrefine-privacy.md)."""
     rephrase_tries: int = 3
     """With ``rephrase``: attempts a question."""
+    attack_frames: int = 0
+    """Of the caches that a sender hands to one receiver, as many it also reads back from its own
+    frames without their key, as an eavesdropper would; the share of tokens that are named right
+    stands beside the pair's accuracy. 0 attacks none; no text is told to anybody."""
 
     def __post_init__(self) -> None:
         one_of("refine.dtype", self.dtype, ("bf16", "int8", "int4"))
         for name in ("max_tokens", "questions", "new_tokens", "solve_least", "rephrase_tries"):
             at_least(f"refine.{name.replace('_', '-')}", getattr(self, name), 1)
-        for name in ("max_norm", "max_kl", "receiver", "privacy_level", "solve_ridge"):
+        for name in (
+            "max_norm",
+            "max_kl",
+            "receiver",
+            "privacy_level",
+            "solve_ridge",
+            "mutual",
+            "attack_frames",
+        ):
             at_least(f"refine.{name.replace('_', '-')}", getattr(self, name), 0)
         if not 0 < self.keep <= 1:
             raise Refusal(f"refine.keep = {self.keep}: expected above 0 and at most 1")
@@ -117,6 +132,11 @@ class RefineConfig:
                 "refine.rephrase = true with refine.question: every node of the run reads the"
                 " question in its recipe; ask with fedloom refine --rephrase on the receiver's own"
                 " machine"
+            )
+        if self.mutual and (self.keep != 1 or self.keep_bytes or self.select):
+            raise Refusal(
+                f"refine.mutual = {self.mutual} exchanges whole caches among all: leave"
+                " refine.keep, refine.keep-bytes and refine.select out"
             )
         if not self.solve:
             return

@@ -176,6 +176,11 @@ class RunConfig:
                 f'method = "fedrefine" with data.task = "{self.data.task}" and rounds ='
                 f' {self.rounds}: nothing is trained; set data.task = "mmlu" and rounds = 1'
             )
+        if self.refine.mutual and self.clients.count < 2:
+            raise Refusal(
+                f"refine.mutual = {self.refine.mutual} with clients.count = 1: nobody is there to"
+                " exchange caches with; expected two or more"
+            )
         if self.refine.receiver >= self.clients.count:
             raise Refusal(
                 f"refine.receiver = {self.refine.receiver}: clients.count = {self.clients.count}"

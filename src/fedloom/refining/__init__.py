@@ -17,7 +17,6 @@ from fedloom.refining.private import reworded_text as reworded_text
 from fedloom.refining.receipt import Receipt as Receipt
 from fedloom.refining.receipt import SourceReceipt as SourceReceipt
 from fedloom.refining.refine import Answer as Answer
-from fedloom.refining.refine import Terms as Terms
 from fedloom.refining.refine import measured as measured
 from fedloom.refining.refine import refine as refine
 from fedloom.refining.selected import refine_selected as refine_selected
@@ -27,5 +26,7 @@ from fedloom.refining.sources import Sender as Sender
 from fedloom.refining.sources import SourceLost as SourceLost
 from fedloom.refining.sources import export as export
 from fedloom.refining.sources import local as local
+from fedloom.refining.terms import Terms as Terms
 from fedloom.refining.text import Written as Written
 from fedloom.refining.text import background as background
+from fedloom.refining.together import together as together

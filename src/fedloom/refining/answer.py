@@ -8,14 +8,14 @@ bit.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from fedloom.adapters.alignment import align
 from fedloom.adapters.fused import FusedContext, pass_through
-from fedloom.adapters.fuser import CacheFuser, FuserConfig, Guests
+from fedloom.adapters.fuser import CacheFuser, FuserConfig, Guests, Pair
 from fedloom.errors import Refusal
 from fedloom.models.base import Base
 from fedloom.refining.hearing import alone, seated
@@ -140,10 +140,12 @@ def among(
 
 
 @torch.no_grad()
-def guests_of(fuser: CacheFuser | None, piece: CacheSlice) -> Guests:
-    """Let a fuser project a slice; without one the slice is the receiver's own."""
+def guests_of(
+    fuser: CacheFuser | None, piece: CacheSlice, done: Mapping[int, Pair] | None = None
+) -> Guests:
+    """Let a fuser project what is not ``done`` of a slice; without one it is the receiver's own."""
     batch = batch_of([piece], sink=fuser is None or fuser.config.sink == "sender")
-    made: Guests = pass_through(batch) if fuser is None else fuser(batch)
+    made: Guests = pass_through(batch) if fuser is None else fuser(batch, done=done)
     return made
 
 

@@ -18,6 +18,7 @@ from fedloom.errors import Refusal
 from fedloom.models.base import Base
 from fedloom.refining.answer import Refinement, prefixed
 from fedloom.refining.refine import measured
+from fedloom.refining.scoring import as_sent
 from fedloom.slices.slice import CacheSlice, export_cache
 
 SCHEDULES = ("together", "one-by-one")
@@ -35,7 +36,12 @@ class Party:
 
 @torch.no_grad()
 def mutual(
-    parties: Sequence[Party], fusers: Fusers, *, rounds: int = 1, schedule: str = "together"
+    parties: Sequence[Party],
+    fusers: Fusers,
+    *,
+    rounds: int = 1,
+    schedule: str = "together",
+    scheme: str = "",
 ) -> list[Refinement]:
     """Let models refine each other's answers and return each, ready to go on.
 
@@ -44,6 +50,9 @@ def mutual(
     rounds
         Exchanges; 0 leaves everyone alone. From the second on, caches that were refined are
         exchanged: the paper has one round, and fusers are trained on caches that were not.
+    scheme
+        What is exchanged is rounded as ``bf16``, ``int8`` or ``int4`` on a wire; empty does not
+        round. With it, ``together`` gives the same bits, and so does a federation.
 
     Raises
     ------
@@ -57,7 +66,7 @@ def mutual(
         )
     if any(fuser.config.mode != "prefix" for fuser in fusers.values()):
         raise Refusal("residual fusers do not exchange caches of different texts: use prefix ones")
-    apart = any(fuser.config.tail or fuser.config.sink != "sender" for fuser in fusers.values())
+    apart = any(is_apart(fuser) for fuser in fusers.values())
     if apart and (rounds > 1 or schedule != "together"):
         raise Refusal(
             f'rounds = {rounds}, schedule = "{schedule}": fusers with a tail or the receiver\'s own'
@@ -71,17 +80,26 @@ def mutual(
         made, before = [], list(held)
         for place in places:
             given = before if schedule == "together" else held
-            made.append(_read(place, parties, given, fusers))
+            made.append(_read(place, parties, given, fusers, scheme))
             if not apart:
                 held[place] = made[-1].own_slice(measured(parties[place].base))
     return made
 
 
+def is_apart(fuser: CacheFuser) -> bool:
+    """Say whether a receiver reads part of its prompt alone: that part is never refined."""
+    return fuser.config.tail > 0 or fuser.config.sink != "sender"
+
+
 def _read(
-    place: int, parties: Sequence[Party], held: Sequence[CacheSlice], fusers: Fusers
+    place: int,
+    parties: Sequence[Party],
+    held: Sequence[CacheSlice],
+    fusers: Fusers,
+    scheme: str = "",
 ) -> Refinement:
     sources = [
-        (fusers[sender, place], held[sender])
+        (fusers[sender, place], as_sent(held[sender], scheme) if scheme else held[sender])
         for sender in range(len(parties))
         if sender != place and (sender, place) in fusers
     ]

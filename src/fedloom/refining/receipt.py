@@ -49,6 +49,8 @@ class SourceReceipt:
         the fuser was calibrated on.
     digest : str
         Hash over all that came, to be looked up later.
+    early : int
+        Of the receiver's layers, those that were projected before the end of the stream had come.
     """
 
     model: str
@@ -64,6 +66,7 @@ class SourceReceipt:
     seconds: float = 0.0
     norm: float | None = None
     digest: str = ""
+    early: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

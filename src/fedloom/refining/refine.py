@@ -34,53 +34,13 @@ from fedloom.refining.receipt import (
     kind_of_fallback,
 )
 from fedloom.refining.sources import Arrival, Request, Sender, gather
+from fedloom.refining.terms import Terms as Terms
 from fedloom.slices.geometry import Geometry, geometry_of
-from fedloom.slices.quantise import check_scheme
-from fedloom.slices.slice import CHOICES, CacheSlice
+from fedloom.slices.slice import CacheSlice
 
 Words = Callable[[float, Sequence[Sender]], Sequence[int] | None]
 """Text in place of caches: given the seconds left and whose caches fell away (who fell to a guard
 is not among them), a prompt that holds their words."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Terms:
-    """On what terms senders are asked and heard."""
-
-    scheme: str = "bf16"
-    """How a cache travels: ``bf16``, ``int8`` or ``int4``."""
-    share: float = 1.0
-    """Of a sender's tokens, the share that it hands out."""
-    by: str = "last"
-    """Which: ``last`` or ``value-norm``."""
-    part: float = 0.0
-    """Of a context's plain 16-bit bytes, what its slice may take on the wire, hence fewer tokens; 0
-    does not look."""
-    deadline: float = 60.0
-    """Seconds that the answer waits for senders."""
-    max_tokens: int = 4096
-    max_bytes: int = 1 << 28
-    """Of one sender's slice on the wire."""
-    max_norm: float = 0.0
-    """A sender whose cache is larger (``guards.norm_of``) is left out; 0 lets all in."""
-    max_kl: float = 0.0
-    """Senders are left out until the next token's distribution is so near to the receiver's own, in
-    nats; 0 does not look."""
-    vote: bool = False
-    """Leave out a sender who decides the next token against all others."""
-
-    def __post_init__(self) -> None:
-        check_scheme(self.scheme)
-        if self.by not in CHOICES:
-            raise Refusal(f'tokens by "{self.by}": expected one of {", ".join(CHOICES)}')
-        if not 0 <= self.part <= 1:
-            raise Refusal(f"part of the bytes {self.part:g}: expected from 0 to 1; 0 does not look")
-        if not 0 < self.share <= 1 or not self.deadline > 0 or self.max_tokens < 1:
-            raise Refusal(
-                f"share of tokens {self.share:g}, deadline {self.deadline:g} s, at most"
-                f" {self.max_tokens} tokens: expected a share above 0 and at most 1, and both"
-                " others above 0"
-            )
 
 
 @dataclass(frozen=True)
@@ -234,6 +194,7 @@ class _Desk:
             bytes=came.bytes,
             seconds=came.seconds,
             digest=came.digest,
+            early=came.early,
         )
         if came.piece is None:
             seat.lose(came.cause, came.reason)
@@ -245,7 +206,7 @@ class _Desk:
             seat.lose("guard", f"its cache is {norm:.3g} in size, at most {terms.max_norm:g}")
         elif self.mode == "prefix":
             try:
-                seat.guests = guests_of(seat.sender.fuser, came.piece)
+                seat.guests = guests_of(seat.sender.fuser, came.piece, came.made)
             except Refusal as error:
                 seat.lose("integrity", str(error))
                 return
@@ -332,6 +293,7 @@ def refine(
     stop: Collection[int] | None = None,
     words: Words | None = None,
     late: Callable[[], str] | None = None,
+    then: Callable[[Refinement], None] | None = None,
     used: MutableSet[bytes] | None = None,
 ) -> Answer:
     """Answer a prompt with what senders make of it.
@@ -350,8 +312,9 @@ def refine(
     words
         Tried when every sender has fallen away; see ``fallback.refine_or_ask``.
     late
-        Asked once caches have come or not: what to read in place of ``prompt``, with others' words
-        in it; not for residual fusers.
+        Asked once caches have come or not: a prompt with others' words; not for residual fusers.
+    then
+        Shown the receiver when it has read its prompt among those who were heard, before it writes.
     used
         Sessions that were had before: a frame of one of them is not believed.
 
@@ -373,6 +336,8 @@ def refine(
         made = desk.settled()
     with desk.clock("guard"):
         made = desk.watch(made, terms)
+    if then is not None:
+        then(made)
     mode = desk.mode if desk.heard else STANDALONE
     fallen = [seat.sender for seat in desk.seats if seat.fallen]
     if mode == STANDALONE and words is not None and fallen:

@@ -15,10 +15,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator, MutableSet, Sequence
 from dataclasses import dataclass, field
 
-from fedloom.adapters.fuser import CacheFuser
+from fedloom.adapters.fuser import CacheFuser, Pair
 from fedloom.errors import Refusal
 from fedloom.models.base import Base
 from fedloom.models.offsets import token_ends
+from fedloom.refining.inflight import InFlight
 from fedloom.refining.text import Written, background
 from fedloom.slices.fitting import fitting
 from fedloom.slices.frames import encode
@@ -114,7 +115,7 @@ class Sender:
 
 @dataclass
 class Arrival:
-    """What has come of one sender: a slice, or why there is none."""
+    """What has come of one sender: a slice and what is made of it, or why there is none."""
 
     piece: CacheSlice | None = None
     cause: str = ""
@@ -122,6 +123,8 @@ class Arrival:
     bytes: int = 0
     seconds: float = 0.0
     digest: str = ""
+    made: dict[int, Pair] = field(default_factory=dict)
+    early: int = 0
 
 
 def export(base: Base, geometry: Geometry, request: Request) -> Iterator[bytes]:
@@ -174,7 +177,8 @@ def gather(
     Parameters
     ----------
     deadline
-        Seconds, from now; who is not done by then is left to finish for nobody.
+        Seconds, from now; who is not done by then is left to finish for nobody. What is projected
+        while more is on its way counts.
     used
         Sessions that were had before; see ``FrameReader``.
     """
@@ -242,13 +246,20 @@ class _Asked(threading.Thread):
             max_bytes=self._max_bytes,
             used=self._used,
         )
+        flight = InFlight(self._sender.fuser)
         for data in came:
             if self._given_up:
                 break
-            reader.feed(data)
-        piece = reader.finish()
+            flight.take(reader.feed(data), ended=bool(reader.digest))
+        piece = reader.finish()  # or all that was made is dropped with the stream
         _check_asked(piece, request)
-        return Arrival(piece, bytes=reader.nbytes, digest=reader.digest)
+        return Arrival(
+            piece,
+            bytes=reader.nbytes,
+            digest=reader.digest,
+            made=flight.made,
+            early=flight.early,
+        )
 
 
 def _check(piece: CacheSlice, geometry: Geometry, most: int) -> None:
