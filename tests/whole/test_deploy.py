@@ -227,14 +227,19 @@ def test_fedrefine_on_nodes_gives_the_simulations_scores(federation, meeting, tm
         assert among["gold-ce-sum"] != alone["gold-ce-sum"]
 
 
-def test_fedrefine_on_nodes_gives_the_simulations_answer(federation, meeting, tmp_path):
-    one = {"refine.question": "what is it?", "refine.receiver": 2, "refine.new-tokens": 6}
+@pytest.mark.parametrize("mutual", [0, 2])
+def test_fedrefine_on_nodes_gives_the_simulations_answers(federation, meeting, tmp_path, mutual):
+    """One receiver's; and in two exchanges among all, everyone's."""
+    one = {"refine.question": "what is it?", "refine.new-tokens": 6}
+    one |= {"refine.mutual": mutual} if mutual else {"refine.receiver": 2}
     found = []
     for folder in run_both(meeting(**one), federation[0], tmp_path):
-        (answer,) = (row for row in rows(folder, "events") if row["event"] == "answer")
-        found.append(json.loads(bytes.fromhex(answer["sealed"])))
+        answers = [row for row in rows(folder, "events") if row["event"] == "answer"]
+        said = {row["partition"]: json.loads(bytes.fromhex(row["sealed"])) for row in answers}
+        assert sorted(said) == ([0, 1, 2] if mutual else [2])
+        found.append(said)
     assert found[0] == found[1]
-    assert found[0]["answer"] != found[0]["standalone"]
+    assert all(said["answer"] != said["standalone"] for said in found[0].values())
 
 
 def test_a_restarted_node_answers_with_the_base_that_its_server_has(
