@@ -62,6 +62,17 @@ class Recorder(InProcessGrid):
         return reply
 
 
+class Meddler(Recorder):
+    """The in-process grid, with hands on some messages or replies."""
+
+    on_reply = staticmethod(lambda message, reply: reply)
+    on_message = staticmethod(lambda message: message)
+
+    def _deliver(self, name, message):
+        message = self.on_message(message)
+        return self.on_reply(message, super()._deliver(name, message))
+
+
 def recorded(config) -> Recorder:
     grid = Recorder(client_app.app, config.clients.count, config.flat())
     serve_on(grid, server_app.app, config)

@@ -26,7 +26,7 @@ from fedloom.simulations.inprocess import serve_on
 from fedloom.simulations.refine_remote import opened
 
 from meetings import events, meeting_of, write_fusers
-from runs import Recorder
+from runs import Meddler
 
 # typer 0.20, which Flower 1.42 asks for, uses what click 8.5 calls deprecated
 pytestmark = pytest.mark.filterwarnings("ignore:'click:DeprecationWarning")
@@ -41,15 +41,6 @@ class Telling(FedRefineClient):
         answer = super()._refined(*given, **told)
         LOGITS[self.partition_id] = answer.logits
         return answer
-
-
-class Meddler(Recorder):
-    """The in-process grid, with a hand on replies."""
-
-    on_reply = staticmethod(lambda message, reply: reply)
-
-    def _deliver(self, name, message):
-        return self.on_reply(message, super()._deliver(name, message))
 
 
 @pytest.fixture(scope="module")

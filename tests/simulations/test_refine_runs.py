@@ -21,7 +21,7 @@ from fedloom.simulations.refine_remote import opened
 
 from meetings import events, meeting_of, write_fusers
 from rooms import fuser_of
-from runs import Recorder, rows
+from runs import Meddler, rows
 
 
 @pytest.fixture(scope="module")
@@ -38,17 +38,6 @@ def meeting(questions, tmp_path, fusers):
 
 
 ONE = {"sampling.fraction": 0.3}  # with seed 0, partition 2 alone asks
-
-
-class Meddler(Recorder):
-    """The in-process grid, with hands on some messages or replies."""
-
-    on_reply = staticmethod(lambda message, reply: reply)
-    on_message = staticmethod(lambda message: message)
-
-    def _deliver(self, name, message):
-        message = self.on_message(message)
-        return self.on_reply(message, super()._deliver(name, message))
 
 
 def serve(config, on_reply=None, on_message=None) -> Meddler:
