@@ -10,6 +10,7 @@ from safetensors.numpy import load_file
 
 from fedloom.clients.keys import key_bench
 from fedloom.config import RunConfig
+from fedloom.models.encoders import Pixels
 from fedloom.rules.fixed_point import rounding_bound
 from fedloom.rules.statistics import Gram
 from fedloom.wire import Update
@@ -66,3 +67,16 @@ def weights_bound(gram: Gram, alpha: float, parties: int) -> float:
         * moved
         * (float(np.linalg.norm(gram.cross, 2)) * (1 / least**2 + 2 / (least * gap)) + 1 / least)
     )
+
+
+def encoded(monkeypatch) -> list[bytes]:
+    """Return a list that each item goes into when the encoder of pixels reads it."""
+    seen: list[bytes] = []
+    encode = Pixels.encode
+
+    def counting(self, items):
+        seen.extend(item.tobytes() for item in items)
+        return encode(self, items)
+
+    monkeypatch.setattr(Pixels, "encode", counting)
+    return seen

@@ -19,13 +19,12 @@ from fedloom.clients.bridge import serve
 from fedloom.clients.faast import FAASTClient
 from fedloom.clients.keys import key_bench
 from fedloom.errors import Refusal
-from fedloom.models.encoders import Pixels
 from fedloom.rules.solving import solve
 from fedloom.rules.statistics import CROSS, GRAM, SQUARES, Gram
 from fedloom.simulations import client_app, server_app
 from fedloom.simulations.inprocess import InProcessGrid, run_in_process, serve_on
 
-from fast import WIRE_METRICS, least_squares, off, rows_of, weights_of
+from fast import WIRE_METRICS, encoded, least_squares, off, rows_of, weights_of
 from runs import Recorder, rows
 
 
@@ -140,14 +139,7 @@ def test_a_reply_is_as_long_for_ten_rows_as_for_a_thousand(digits):
 
 def test_every_item_goes_through_the_encoder_once(digits, monkeypatch):
     config = digits(clients__count=5)
-    seen: list[bytes] = []
-    encode = Pixels.encode
-
-    def counting(self, items):
-        seen.extend(item.tobytes() for item in items)
-        return encode(self, items)
-
-    monkeypatch.setattr(Pixels, "encode", counting)
+    seen = encoded(monkeypatch)
     run_in_process(config.replaced(name="counted"))
     bench = key_bench(config.replaced(name="counted"))
     assert sorted(seen) == sorted(item.content.tobytes() for item in bench.items)

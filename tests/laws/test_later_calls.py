@@ -12,12 +12,11 @@ from flwr.common.serde import recorddict_to_proto
 
 from fedloom.clients.bridge import serve
 from fedloom.clients.faast import FAASTClient
-from fedloom.models.encoders import Pixels
 from fedloom.simulations.progress import Picture, plain_lines
 
 from comings import Comings, events, halving, run_with, summed_rows, there
 from crashes import Killed, left, told, writes
-from fast import least_squares, off, rows_of, weights_of
+from fast import encoded, least_squares, off, rows_of, weights_of
 from runs import rows
 
 ONE = {"faast__alphas": "0.6", "sampling__wait_seconds": 0.0}
@@ -32,14 +31,7 @@ def later(digits, **changes):
 
 def test_who_came_since_is_asked_and_nobody_else(digits, monkeypatch):
     config = later(digits)
-    seen: list[bytes] = []
-    encode = Pixels.encode
-
-    def counting(self, items):
-        seen.extend(item.tobytes() for item in items)
-        return encode(self, items)
-
-    monkeypatch.setattr(Pixels, "encode", counting)
+    seen = encoded(monkeypatch)
     grid = run_with(config, [there(0, 1, 3), there(0, 1, 2, 3), there(0, 1, 2, 3)])
     assert grid.asked("train.faast") == [(1, 0), (1, 1), (1, 3), (2, 2)]
     second, third = events(config, "roll-call")

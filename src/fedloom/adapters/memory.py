@@ -253,10 +253,13 @@ class DeltaMemory(nn.Module):
         tails = (None, None) if state is None else (state.tail_BTHD, state.asked_BTHGD)
         windows = []
         for x, tail, count in zip((k, q), tails, (self.kept, self.asked), strict=True):
+            if not count:  # narrow taps: spare the queries a copy
+                windows.append(x)
+                continue
             first = x[:, :1].expand(-1, count, *x.shape[2:])
-            if state is not None and tail is not None:
+            if state is not None:
                 begun = state.seen_B.view(-1, *[1] * (x.ndim - 1)) > 0
-                first = torch.where(begun, tail, first)
+                first = torch.where(begun, cast(Tensor, tail), first)
             windows.append(torch.cat((first, x), dim=1))
         return windows[0], windows[1]
 
