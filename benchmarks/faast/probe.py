@@ -355,6 +355,7 @@ def main() -> None:
     parser.add_argument("--shots", default="1,5,16,0")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--most", type=int, default=None, help="items of a set; 0 for all")
+    parser.add_argument("--encoder", help="in place of the sets' own, such as relu:1024:pixels:784")
     parser.add_argument("--without", nargs="*", default=[], choices=list(READERS))
     told = parser.parse_args()
     if {OURS, "logistic, tuned"} & set(told.without):
@@ -366,9 +367,11 @@ def main() -> None:
     made: dict[str, Any] = defaultdict(dict)
     for name in told.sets:
         source, encoder, most = SETS[name]
+        encoder = told.encoder or encoder
         data = keyed(source, encoder, most if told.most is None else told.most)
         pace = len(data.rows) / data.encoding_seconds
-        print(f"\n{name}: encoded once in {data.encoding_seconds:.0f} CPU s, {pace:.0f} a second")
+        spent = f"{data.encoding_seconds:.0f} CPU s, {pace:.0f} a second"
+        print(f"\n{name}, {encoder}: encoded once in {spent}")
         for shots in map(int, told.shots.split(",")):
             runs = [
                 study(data, shots, seed, told.repeats, told.without) for seed in range(told.seeds)

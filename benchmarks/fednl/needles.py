@@ -14,8 +14,9 @@ unwindowed     the frozen model with full attention: it sees the needles, and wa
 =============  ==================================================================================
 
 Values are not listed in the prompt: each of four is scored as what follows the question and the
-fact's own words, and all four stand in the haystack.  Only rows count of which no value stands in
-the window when the question begins.  Run as
+fact's own words, and all four stand in the haystack (a counter's are four neighbouring states).
+Only rows count of which no value stands in the window when the question begins; of a counter only
+its base state is a value that is said.  Run as
 ``python benchmarks/fednl/needles.py train|score|table --help``; the last line of ``table`` is one
 JSON object.
 """
@@ -128,7 +129,7 @@ def table(given: argparse.Namespace) -> None:
         rows: dict[Row, dict[str, Any]] = {}
         for seed in given.seeds:
             for row in read(given.folder / "scores" / f"{condition}-{seed}.jsonl"):
-                if row["place"]["nearest"] >= window:
+                if row["place"]["distance" if row["client"] == "counter" else "nearest"] >= window:
                     rows[seed, row["row"]] = row
         if rows:
             outcomes[condition] = rows

@@ -8,7 +8,7 @@ import pytest
 
 from fedloom.config import RunConfig
 from fedloom.data.niah.encode import encode_needle, prompt
-from fedloom.data.niah.events import tell
+from fedloom.data.niah.events import shortened, tell
 from fedloom.data.niah.examples import LEAST_FILLER, make_rows, needle_holdings
 from fedloom.data.niah.haystack import share_out, weave
 from fedloom.data.niah.words import Pools, load_words, side_of
@@ -133,6 +133,23 @@ def test_counter_adds_up(made):
             options = {int(option) for option in row.options}
             assert any(options == {(low + i) % 8 for i in range(4)} for low in range(8))
             assert int(row.value) in options
+
+
+def test_a_shortened_counter_is_where_it_has_come_by_then():
+    for index in range(50):
+        whole = tell("counter", Pools("train", generator(1, "short", index)), 4, 0)
+        gold = index % 4
+        for count in range(1, len(whole.events) + 1):
+            few = shortened(whole, count, place=count - 1)
+            assert few.events == whole.events[:count]
+            state = int(few.events[0].value)
+            for event in few.events[1:]:
+                state += 1 if "incremented" in event.text else -1
+            assert int(few.answer) == state % 8
+            options = [*map(int, few.wrong)]
+            options.insert(gold, int(few.answer))
+            assert any(set(options) == {(low + i) % 8 for i in range(4)} for low in range(8))
+        assert few == whole
 
 
 def test_a_counters_options_do_not_tell_its_state():

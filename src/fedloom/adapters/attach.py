@@ -118,8 +118,9 @@ class Adapter:
         with torch.no_grad():
             for attention, (q, k) in zip(self._attentions, means, strict=True):
                 delta = _graft_of(attention).delta
-                delta.centre_q.copy_(q.view_as(delta.centre_q))
                 delta.centre_k.copy_(k.view_as(delta.centre_k))
+                asking = delta.centre_k[:, None] if delta.by_key else q.view_as(delta.centre_q)
+                delta.centre_q.copy_(asking)
 
     def _before_pass(self, _module: nn.Module, inputs: Any, kwargs: dict[str, Any]) -> Any:
         """Find padding and packed documents once, for all layers."""

@@ -16,13 +16,8 @@ from torch.utils.hooks import RemovableHandle
 from transformers import Cache
 
 from fedloom.adapters.caches import in_sight
-from fedloom.adapters.memory import (
-    DeltaMemory,
-    MemoryCache,
-    MemoryGate,
-    match_rms,
-    unit_rms,
-)
+from fedloom.adapters.memory import DeltaMemory, MemoryCache
+from fedloom.adapters.mixing import MemoryGate, match_rms, unit_rms
 from fedloom.adapters.sequences import Layout
 from fedloom.config import MemoryConfig
 

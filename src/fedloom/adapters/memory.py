@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A delta-rule memory beside attention, and the gate that says how much of it is heard.
+"""A delta-rule memory beside attention.
 
-FedNL (arXiv 2605.16350, section 2.2, eqs. 9 and 14, appendix B): the memory state ``S`` starts at
-zero for every sequence, is rewritten by each token and read by each query; a gate ``alpha`` mixes
-what was read with softmax attention, ``y = (1 - alpha) o_softmax + alpha o_memory``.  Queries, keys
-and values are those of the attention layer, before any rotary embedding; LoRA on their projections
-is how the memory learns what to write.  ``S`` is a function of (parameters, context) and stays
-where the context is.
+FedNL (arXiv 2605.16350, section 2.2, eq. 9, appendix B): the memory state ``S`` starts at zero for
+every sequence, is rewritten by each token and read by each query.  Queries, keys and values are
+those of the attention layer, before any rotary embedding; LoRA on their projections is how the
+memory learns what to write.  ``S`` is a function of (parameters, context) and stays where the
+context is.
 """
 
-# Shapes: B sequence, T token, H KV head, G query heads a KV head, D head dim, W model width.
+# Shapes: B sequence, T token, H KV head, G query heads a KV head, D head dim.
 
 from __future__ import annotations
 
@@ -146,16 +145,16 @@ class DeltaMemory(nn.Module):
         self.width = 1 if config.key_taps == "off" else config.tap_width
         self.kept = max(_POOLED, self.width) - 1
         """Raw keys before a stretch that it looks back at."""
-        self.asked = max(0, self.width - 2)
+        self.by_key = config.read_with == "keys"
+        self.asked = 0 if self.by_key else max(0, self.width - 2)
         """And raw queries."""
         learnt = config.key_taps == "learnt"
         if self.width > 1:
-            before = self.width - 1
-            mix = torch.tensor([_OWN, *[(1 - _OWN) / before] * before])
-            self.mix = nn.Parameter(mix.repeat(heads, 1), requires_grad=learnt)
+            mix = start_taps(heads, self.width, config.tap_start)
+            self.mix = nn.Parameter(mix, requires_grad=learnt)
         if self.width > 2:
-            mix = torch.full((heads, groups, before), 1 / before)
-            self.mix_q = nn.Parameter(mix, requires_grad=learnt)
+            before = F.normalize(mix[:, None, 1:], p=1, dim=-1).repeat(1, groups, 1)
+            self.mix_q = nn.Parameter(before, requires_grad=learnt)
 
     def forward(
         self,
@@ -199,7 +198,9 @@ class DeltaMemory(nn.Module):
         rows, length = k.shape[:2]
         tokens = torch.full((rows,), length, device=k.device) if real is None else real.sum(1)
         seen = torch.zeros_like(tokens) if state is None else state.seen_B
-        reading = self._features(self._less(self._tapped("mix_q", asked, self.asked), "centre_q"))
+        source, back = (window[..., None, :], self.kept) if self.by_key else (asked, self.asked)
+        mixed = self._tapped("mix_q", source, back).expand(-1, -1, -1, self.groups, -1)
+        reading = self._features(self._less(mixed, "centre_q"))
         writing = self._features(self._less(self._tapped("mix", window, self.kept), "centre_k"))
         kernel = chosen_kernel(self.config, q, self.dim, truncate_chunks, q.shape[1])
         narrow = q.dtype if kernel == "fla" else compute
@@ -270,6 +271,8 @@ class DeltaMemory(nn.Module):
         Keys of ``w`` taps bind a value to the ``w - 1`` tokens that stood before it, and a query
         is a mix of as many, its own the last: where it stands, the value comes next.  DeltaNet's
         short convolutions do so for each channel, and for values; here it is a number a head.
+        A pretrained head's queries are made to look for other things than the asking words: read
+        with the keys' mix (``read-with``), the words of a name match themselves.
         """
         weights = getattr(self, taps).to(window)[..., None] if hasattr(self, taps) else None
         if weights is None:
@@ -292,6 +295,24 @@ class DeltaMemory(nn.Module):
             pooled = sum(each[j, :, j : j + T] for j in range(_POOLED))
             beta = torch.sigmoid(pooled + self.bias.to(window).mean(-1))
         return 2 * beta if self.config.negative_eigenvalues else beta
+
+
+def start_taps(heads: int, width: int, start: str) -> Tensor:
+    """Return each head's weights at the start, [heads, width], own token first; rows sum to 1.
+
+    >>> start_taps(1, 3, "even"), start_taps(2, 4, "spread")
+    (tensor([[0.3000, 0.3500, 0.3500]]), tensor([[0.0000, 1.0000, 0.0000, 0.0000],
+            [0.0000, 0.0000, 0.5000, 0.5000]]))
+    """
+    before = width - 1
+    if start == "even":
+        return torch.tensor([_OWN, *[(1 - _OWN) / before] * before]).repeat(heads, 1)
+    taps = torch.zeros(heads, width)
+    for head in range(heads):
+        first, end = head * before // heads, (head + 1) * before // heads
+        run = slice(1 + first, 1 + max(end, first + 1))
+        taps[head, run] = 1.0
+    return F.normalize(taps, p=1, dim=1)
 
 
 def _stretches(seen_B: Tensor, length: int, every: int) -> list[tuple[int, int]]:
@@ -333,50 +354,3 @@ def _last(window: Tensor, real: Tensor | None, count: int) -> Tensor:
         return window[:, window.shape[1] - count :]
     ends = real.sum(1)[:, None] + torch.arange(count, device=window.device)
     return window[torch.arange(len(window), device=window.device)[:, None], ends]
-
-
-class MemoryGate(nn.Module):
-    """How much of the memory is heard: ``alpha`` in [0, 1].
-
-    Section 2.2's "learnable scalar or vector" is a logit of width 1 or W; ``dynamic`` is a linear
-    map of the layer's input to one number a token in TPTT's range, 0.1 to 0.9.  TPTT clips, which
-    would cut the gradient of a gate that starts at 0.05 for good; here the sigmoid is squeezed.
-    """
-
-    def __init__(self, config: MemoryConfig, *, width: int) -> None:
-        super().__init__()
-        self.kind = config.gate
-        if self.kind in ("vector", "scalar", "fixed"):
-            size = width if self.kind == "vector" else 1
-            start = torch.full((size,), config.gate_init)
-            self.logit = nn.Parameter(start, requires_grad=self.kind != "fixed")
-        elif self.kind == "dynamic":
-            self.weight = nn.Parameter(torch.zeros(width))
-            self.logit = nn.Parameter(torch.full((1,), config.gate_init))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return alpha for layer input ``x`` [B, T, W]; broadcasts against [B, T, W]."""
-        if self.kind == "shut":
-            return x.new_zeros(1)
-        if self.kind == "open":
-            return x.new_ones(1)
-        if self.kind == "dynamic":
-            score = x.to(self.weight.dtype) @ self.weight + self.logit
-            return 0.1 + 0.8 * torch.sigmoid(score)[..., None]
-        return torch.sigmoid(self.logit)
-
-    def values(self) -> Tensor:
-        """Return the gate as far as it does not depend on the input, for reports."""
-        if self.kind in ("shut", "open"):
-            return torch.tensor([float(self.kind == "open")])
-        return torch.sigmoid(self.logit.detach()).float().cpu()
-
-
-def unit_rms(x: Tensor) -> Tensor:
-    """RMS-normalise the last dimension, without an affine part."""
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + _EPS)
-
-
-def match_rms(x: Tensor, like: Tensor) -> Tensor:
-    """Rescale ``x`` to the root mean square that ``like`` has over its last dimension."""
-    return unit_rms(x) * (like.pow(2).mean(-1, keepdim=True) + _EPS**2).sqrt()

@@ -108,6 +108,13 @@ class MemoryConfig:
     """Tokens that a tapped key is a mix of: its own and those before it, which share the 0.7. From
     3 on a query is a mix too, of one token fewer, so that a name finds its value across the words
     between them (short convolutions of 4 are DeltaNet's habit)."""
+    tap_start: str = "even"
+    """Where wide taps start: ``even`` is the above in every head; ``spread`` gives each KV head a
+    run of the tokens before, the first head the nearest, and none of its own: a name may stand one
+    word or seven before its value."""
+    read_with: str = "queries"
+    """``queries`` is the paper; ``keys`` asks with the tapped raw keys in place of the raw queries,
+    one token on: the words that stood before a value are then their own match. Needs taps."""
     gate: str = "vector"
     """``vector`` of width D a layer, one ``scalar`` a layer, ``dynamic`` (linear map of the token),
     ``fixed`` (not trained; with ``gate-init`` 0 TPTT's constant 0.5), ``shut`` (alpha = 0) or
@@ -134,13 +141,7 @@ class MemoryConfig:
         one_of("memory.centre", self.centre, ("off", "learnt"))
         one_of("memory.beta", self.beta, ("token", "fixed"))
         one_of("memory.gate", self.gate, ("vector", "scalar", "dynamic", "fixed", "shut", "open"))
-        one_of("memory.key-taps", self.key_taps, ("off", "fixed", "learnt"))
-        at_least("memory.tap-width", self.tap_width, 2)
-        if self.tap_width > 2 and self.key_taps == "off":
-            raise Refusal(
-                f'memory.tap-width = {self.tap_width} with memory.key-taps = "off": nothing would'
-                ' be mixed; set memory.key-taps = "learnt", or leave the width out'
-            )
+        self._check_taps()
         at_least("memory.reset-every", self.reset_every, 0)
         at_least("memory.window", self.window, 0)
         at_least("memory.sinks", self.sinks, 0)
@@ -148,3 +149,24 @@ class MemoryConfig:
             raise Refusal(f"memory.sinks = {self.sinks} without a window: set memory.window too")
         at_least("memory.chunk", self.chunk, 1)
         one_of("memory.kernel", self.kernel, ("auto", "torch", "fla"))
+
+    def _check_taps(self) -> None:
+        one_of("memory.key-taps", self.key_taps, ("off", "fixed", "learnt"))
+        at_least("memory.tap-width", self.tap_width, 2)
+        one_of("memory.tap-start", self.tap_start, ("even", "spread"))
+        one_of("memory.read-with", self.read_with, ("queries", "keys"))
+        if self.tap_width > 2 and self.key_taps == "off":
+            raise Refusal(
+                f'memory.tap-width = {self.tap_width} with memory.key-taps = "off": nothing would'
+                ' be mixed; set memory.key-taps = "learnt", or leave the width out'
+            )
+        if self.tap_start == "spread" and self.tap_width == 2:
+            raise Refusal(
+                'memory.tap-start = "spread" with memory.tap-width = 2: expected several tokens'
+                " to spread; set a larger width, with memory.key-taps"
+            )
+        if self.read_with == "keys" and self.key_taps == "off":
+            raise Refusal(
+                'memory.read-with = "keys" with memory.key-taps = "off": each token would find'
+                ' itself; set memory.key-taps = "learnt"'
+            )

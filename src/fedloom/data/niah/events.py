@@ -82,18 +82,23 @@ def tell(kind: str, pools: Pools, events: int, asked: int) -> Story:
 
 
 def shortened(story: Story, events: int, place: int) -> Story:
-    """Leave out all events but so many, the asked one among them; the wrong options go with them.
+    """Leave out all events but so many, the asked one among them.
 
-    A counter is told as it is: with other steps it would have another answer.
+    The wrong options of a fact go with its event. A counter keeps its base state and what follows
+    that: its answer is the state that is reached by then, its options are that state's neighbours.
 
     Parameters
     ----------
     place
         Where the asked event is to stand among those that stay, if there are events enough on
-        both sides of it: always the last would be asked for without any memory of the others.
+        both sides of it: always the last would be asked for without any memory of the others. A
+        counter has no such place.
     """
     if not story.events[0].question:
-        return story
+        told = story.events[:events]
+        turned = int(told[-1].value) - int(story.answer)
+        a, b, c = (str((int(state) + turned) % MODULUS) for state in story.wrong)
+        return replace(story, events=told, answer=told[-1].value, wrong=(a, b, c))
     first = min(max(0, story.asked - place), max(0, len(story.events) - events))
     return replace(story, events=story.events[first : first + events], asked=story.asked - first)
 

@@ -188,10 +188,14 @@ def _draft(niah: NiahConfig, seed: int, kind: str, side: str, index: int, budget
     if kind == "counter":
         depths = tuple(np.linspace(wanted[0], max(0.9, wanted[-1]), len(story.events)).tolist())
     gold = _balanced(seed, cell, "letter", index, OPTIONS)
+    return _Draft(kind, side, index, budget, story, depths, gold, _options(story, gold))
+
+
+def _options(story: Story, gold: int) -> tuple[str, str, str, str]:
     options = list(story.wrong)
     options.insert(gold, story.answer)
     a, b, c, d = options
-    return _Draft(kind, side, index, budget, story, depths, gold, (a, b, c, d))
+    return a, b, c, d
 
 
 def _primers(niah: NiahConfig, seed: int, kind: str, tokenizer: Encodes) -> list[_Draft]:
@@ -210,7 +214,8 @@ def _primers(niah: NiahConfig, seed: int, kind: str, tokenizer: Encodes) -> list
         few = shortened(whole.story, count, place=i % count)
         apart = i % 2  # filler between the events as in a test, or all of it behind them
         depths = tuple(apart * j / len(few.events) for j in range(len(few.events)))
-        draft = replace(whole, story=few, depths=depths, primer=True)
+        options = _options(few, whole.gold)
+        draft = replace(whole, story=few, depths=depths, options=options, primer=True)
         room = filler + _bare_tokens(draft, tokenizer)
         made.append(replace(draft, budget=room))
     return made
