@@ -62,6 +62,7 @@ def test_a_closed_form_is_solved_for_a_receiver_that_slides(tmp_path):
     ("name", "keys"),
     [
         ("baselines.py", {"vote", "t2t 80", "best_single"}),
+        ("closed_features.py", {"variants"}),
         ("latency.py", {"speedup"}),
         ("order.py", {"by_senders"}),
         ("leakage.py", {"recovered", "shuffled", "deep_recovered"}),
@@ -69,7 +70,7 @@ def test_a_closed_form_is_solved_for_a_receiver_that_slides(tmp_path):
     ],
 )
 def test_the_other_studies_run(name, keys, tmp_path):
-    more = ["--folder", tmp_path] if name == "baselines.py" else []
+    more = ["--folder", tmp_path] if name in ("baselines.py", "closed_features.py") else []
     _, found = run(name, "--quick", *more)
     assert keys <= found.keys()
 
