@@ -129,7 +129,7 @@ def table(given: argparse.Namespace) -> None:
         rows: dict[Row, dict[str, Any]] = {}
         for seed in given.seeds:
             for row in read(given.folder / "scores" / f"{condition}-{seed}.jsonl"):
-                if row["place"]["distance" if row["client"] == "counter" else "nearest"] >= window:
+                if beyond(row, window):
                     rows[seed, row["row"]] = row
         if rows:
             outcomes[condition] = rows
@@ -149,6 +149,12 @@ def table(given: argparse.Namespace) -> None:
         )
     macros = {c: round(of_clients(rows)[0].value, 4) for c, rows in outcomes.items()}
     print(json.dumps({"macro": macros, "chance": CHANCE, "rows": len(shared), "against": versus}))
+
+
+def beyond(row: dict[str, Any], window: int) -> bool:
+    """Whether no value is in sight of the question; a counter's steps are none, its base is one."""
+    last_value = "distance" if row["client"] == "counter" else "nearest"
+    return bool(row["place"][last_value] >= window)
 
 
 def of_clients(rows: dict[Row, dict[str, Any]]) -> tuple[Any, dict[str, list[bool]]]:

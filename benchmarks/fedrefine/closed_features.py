@@ -104,7 +104,7 @@ def tried(room: Classroom, study: Study, variant: str, given: argparse.Namespace
     began = time.process_time()
     config = study.config(taps=5) if variant == "layers" else study.config()
     fuser, told = room.solved(config, ridge=given.ridge, weighted=variant != "plain")
-    row: dict[str, Any] = {"explained": told["explained"], "rank": told["rank_kept"]}
+    row: dict[str, Any] = {"explained": told["explained"], "kept": told["rank_kept"]}
     row |= {"share": fuser.parameter_share, "solve_seconds": time.process_time() - began}
     row |= scores_of(room, fuser, "")
     if given.polish:
@@ -156,6 +156,7 @@ def main() -> None:
         room = study.room(sender)
         made[variant] = tried(room, study, variant, given)
         print(variant, json.dumps({k: round(v, 4) for k, v in made[variant].items()}), flush=True)
+    room = study.room(study.sender)
     alone = score(room.receiver, room.held, None, config=study.config())
     made["standalone"] = said(alone, room)
     print(json.dumps({"pair": given.pair, "set": given.set, "variants": made}))

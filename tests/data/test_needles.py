@@ -152,6 +152,17 @@ def test_a_shortened_counter_is_where_it_has_come_by_then():
         assert few == whole
 
 
+def test_a_counters_primers_ask_for_the_state_that_they_tell(filler):
+    rows = make_rows(settings(filler, primer_rows=8, primer_events=4), 3, "counter", "train", BYTES)
+    for index, row in enumerate(rows[:8]):
+        assert len(row.events) == 1 + index // 2
+        steps = sum(1 if "incremented" in event else -1 for event in row.events[1:])
+        base = int(row.events[0].split(" is ")[1].rstrip("."))
+        assert row.options[row.gold] == row.value == str((base + steps) % 8)
+        assert len(set(row.options)) == 4
+    assert all(len(row.events) > 4 for row in rows[8:])
+
+
 def test_a_counters_options_do_not_tell_its_state():
     """Neither the right option's place among its neighbours nor the last step's direction does."""
     found: Counter[tuple[int, bool]] = Counter()
